@@ -1,0 +1,32 @@
+// The memory table: every region of heap and workspace with its bytes.
+#include "moxie/pipeline/layout.h"
+
+namespace moxie::pipeline {
+
+std::vector<NamedBytes> buffer_bytes(const Problem& problem, const Plan& plan) {
+  const HeapLayout h = heap_layout(problem);
+  const WorkspaceLayout w = workspace_layout(problem, plan);
+  std::vector<NamedBytes> table = {
+      {"heap.signals", h.signals_bytes},
+      {"heap.x_in", h.x_in.num_bytes},
+      {"heap.dy_in", h.dy_in.num_bytes},
+      {"heap.routes", h.routes_sorted.num_bytes + h.weights_sorted.num_bytes + h.route_begin.num_bytes},
+      {"heap.returns", h.returns.num_bytes},
+      {"heap.d_weights", h.d_weights.num_bytes},
+      {"workspace.tables", w.tables_bytes},
+      {"workspace.shared_out", w.shared_out.num_bytes},
+      {"forward.x_ring", w.x_ring.num_bytes},
+      {"forward.hidden_ring", w.hidden_ring.num_bytes},
+      {"forward.shared_hidden", w.shared_hidden.num_bytes},
+      {"backward.dy_ring", w.dy_ring.num_bytes},
+      {"backward.x_ring", w.xb_ring.num_bytes},
+      {"backward.dgate_dup_wa", w.dgate_ring.num_bytes + w.dup_ring.num_bytes + w.wa_ring.num_bytes},
+      {"backward.dw_partial", w.dw_partial.num_bytes},
+      {"backward.wgrad_partial", w.wgrad_partial.num_bytes},
+      {"total", h.num_bytes + w.num_bytes},  // forward and backward share addresses
+  };
+  std::erase_if(table, [](const NamedBytes& b) { return b.num_bytes == 0; });
+  return table;
+}
+
+}  // namespace moxie::pipeline

@@ -1,0 +1,210 @@
+// Tasks: the one ordered ticket stream of a pass. A compute worker takes the next ticket and runs the task it names,
+// waiting inside if rows are missing. Deadlock freedom rests on one property, proven for every plan that
+// `check` accepts (tests/test_pipeline_deadlock.cpp): a task waits only for rows or for tasks with earlier tickets.
+//
+//   forward, slabs:  shared FC1, shared FC2 | all FC1 by bands | FC2 slab 0 by bands | FC2 slab 1 | ...
+//   forward, lag:    shared FC1, shared FC2 | FC1 band 0 | FC1 band 1 | .. | FC1 band s, FC2 band s - lag | ..
+//   backward:        step s:  dgrad of chunk s,  then dX and wgrad of chunk s - lag
+// Inside a band the column tile is the outer loop: the B operand stays in cache while the band's A rows are walked.
+#pragma once
+#include <cstdint>
+
+#include "moxie/core/ids.h"
+#include "moxie/pipeline/blocks.h"
+#include "moxie/pipeline/plan.h"
+#include "moxie/pipeline/tiles.h"
+
+namespace moxie::pipeline {
+
+enum class TaskKind : std::int32_t { fc1, fc2, dgrad, dx, wgrad };
+
+struct Task {
+  TaskKind kind = TaskKind::fc1;
+  BlockId block;           // fc1, fc2, dgrad, dx
+  std::int64_t chunk = 0;  // wgrad
+  std::int64_t tile = 0;   // column tile; wgrad: index into WgradTiles
+};
+
+struct BlockTile {
+  std::int64_t block, tile;
+};
+// Entry i of a raster over num_blocks x num_tiles in bands.
+MOXIE_HD constexpr BlockTile raster(std::int64_t i, std::int64_t num_blocks, std::int64_t band, std::int64_t num_tiles) {
+  const std::int64_t begin = i / (band * num_tiles) * band, in_band = i % (band * num_tiles);
+  const std::int64_t height = min64(band, num_blocks - begin);
+  return {begin + in_band % height, in_band / height};
+}
+
+// Everything the forward stream depends on.
+struct ForwardStream {
+  TaskOrder order = TaskOrder::slabs;
+  std::int64_t shared_blocks = 0, routed_blocks = 0;
+  std::int64_t shared_fc1_tiles = 0, fc1_tiles = 0, fc2_tiles = 0;
+  std::int64_t band = 1, lag = 1, num_slabs = 1;
+
+  MOXIE_HD constexpr std::int64_t shared_tickets() const { return shared_blocks * (shared_fc1_tiles + fc2_tiles); }
+  MOXIE_HD constexpr std::int64_t num_tickets() const {
+    return shared_tickets() + routed_blocks * (fc1_tiles + fc2_tiles);
+  }
+  MOXIE_HD constexpr std::int64_t num_bands() const { return ceil_div(routed_blocks, band); }
+  // lag order: first ticket (after the shared ones) of step s
+  MOXIE_HD constexpr std::int64_t step_ticket(std::int64_t s) const {
+    return min64(s * band, routed_blocks) * fc1_tiles + min64(max64(s - lag, 0) * band, routed_blocks) * fc2_tiles;
+  }
+
+  MOXIE_HD constexpr Task task(std::int64_t ticket) const {
+    if (ticket < shared_tickets()) return shared_task(ticket);
+    ticket -= shared_tickets();
+    return order == TaskOrder::slabs ? slab_task(ticket) : lag_task(ticket);
+  }
+
+ private:
+  MOXIE_HD constexpr Task shared_task(std::int64_t i) const {
+    const std::int64_t fc1 = shared_blocks * shared_fc1_tiles;
+    const bool first = i < fc1;
+    const BlockTile at = first ? raster(i, shared_blocks, band, shared_fc1_tiles)
+                               : raster(i - fc1, shared_blocks, band, fc2_tiles);
+    return {first ? TaskKind::fc1 : TaskKind::fc2, BlockId{at.block}, 0, at.tile};
+  }
+  MOXIE_HD constexpr Task routed(TaskKind kind, BlockTile at) const {
+    return {kind, BlockId{shared_blocks + at.block}, 0, at.tile};
+  }
+  MOXIE_HD constexpr Task slab_task(std::int64_t i) const {
+    const std::int64_t fc1 = routed_blocks * fc1_tiles;
+    if (i < fc1) return routed(TaskKind::fc1, raster(i, routed_blocks, band, fc1_tiles));
+    i -= fc1;
+    const Range tiles = slab_tiles(slab_of_tile(i / routed_blocks, num_slabs, fc2_tiles), num_slabs, fc2_tiles);
+    BlockTile at = raster(i - tiles.begin * routed_blocks, routed_blocks, band, tiles.size());
+    at.tile += tiles.begin;
+    return routed(TaskKind::fc2, at);
+  }
+  MOXIE_HD constexpr Task lag_task(std::int64_t i) const {
+    std::int64_t lo = 0, hi = num_bands() + lag;  // the step: last s with step_ticket(s) <= i
+    while (hi - lo > 1) {
+      const std::int64_t mid = lo + (hi - lo) / 2;
+      if (step_ticket(mid) <= i) lo = mid; else hi = mid;
+    }
+    i -= step_ticket(lo);
+    const std::int64_t lead_begin = min64(lo * band, routed_blocks);
+    const std::int64_t lead_height = min64(band, routed_blocks - lead_begin);
+    if (i < lead_height * fc1_tiles) {
+      return routed(TaskKind::fc1, {lead_begin + i % lead_height, i / lead_height});
+    }
+    i -= lead_height * fc1_tiles;
+    const std::int64_t trail_begin = (lo - lag) * band, trail_height = min64(band, routed_blocks - trail_begin);
+    return routed(TaskKind::fc2, {trail_begin + i % trail_height, i / trail_height});
+  }
+};
+
+MOXIE_HD constexpr ForwardStream forward_stream(const Problem& p, const Plan& plan, const BlockTable& t) {
+  ForwardStream s;
+  s.order = plan.order;
+  s.shared_blocks = t.shared_blocks;
+  s.routed_blocks = t.num_blocks - t.shared_blocks;
+  s.shared_fc1_tiles = num_fc1_tiles(p.shared.intermediate);
+  s.fc1_tiles = num_fc1_tiles(p.intermediate);
+  s.fc2_tiles = num_fc2_tiles(p.hidden);
+  s.band = plan.band_blocks;
+  s.lag = plan.lag_bands;
+  s.num_slabs = plan.num_slabs;
+  return s;
+}
+
+// The weight-gradient tiles of one expert: gate, then up ([I, H]), then down ([H, I]).
+enum class WeightMatrix : std::int32_t { gate, up, down };
+struct WgradTile {
+  WeightMatrix matrix = WeightMatrix::gate;
+  Range rows, cols;
+};
+struct WgradTiles {
+  std::int64_t hidden = 0, intermediate = 0;
+  MOXIE_HD constexpr std::int64_t fc1_tiles() const { return num_wgrad_tiles(intermediate, hidden); }
+  MOXIE_HD constexpr std::int64_t size() const { return 2 * fc1_tiles() + num_wgrad_tiles(hidden, intermediate); }
+  MOXIE_HD constexpr WgradTile tile(std::int64_t i) const {
+    const std::int64_t n = fc1_tiles();
+    const WeightMatrix m = i < n ? WeightMatrix::gate : i < 2 * n ? WeightMatrix::up : WeightMatrix::down;
+    i -= static_cast<std::int64_t>(m) * n;
+    const std::int64_t rows = m == WeightMatrix::down ? hidden : intermediate;
+    const std::int64_t cols = m == WeightMatrix::down ? intermediate : hidden;
+    const std::int64_t row_tiles = ceil_div(rows, kWgradTileRows);
+    return {m, tile_range(i % row_tiles, kWgradTileRows, rows), tile_range(i / row_tiles, kWgradTileCols, cols)};
+  }
+};
+
+struct BackwardStream {
+  ChunkTable chunks;
+  std::int64_t shared_dgrad_tiles = 0, dgrad_tiles = 0, dx_tiles = 0;
+  WgradTiles shared_wgrad, wgrad;
+  std::int64_t lag = 1;
+
+  MOXIE_HD constexpr bool shared(std::int64_t c) const { return chunks.chunk_expert[c] == kSharedExpert; }
+  MOXIE_HD constexpr std::int64_t dgrad_tiles_of(std::int64_t c) const {
+    return shared(c) ? shared_dgrad_tiles : dgrad_tiles;
+  }
+  MOXIE_HD constexpr const WgradTiles& wgrad_of(std::int64_t c) const { return shared(c) ? shared_wgrad : wgrad; }
+  MOXIE_HD constexpr std::int64_t lead_tickets(std::int64_t c) const {
+    return chunks.blocks(c).size() * dgrad_tiles_of(c);
+  }
+  // dX and wgrad tiles; trail_done[c] reaches this number when the chunk's ring slots are free again
+  MOXIE_HD constexpr std::int64_t trail_tickets(std::int64_t c) const {
+    return chunks.blocks(c).size() * dx_tiles + wgrad_of(c).size();
+  }
+  MOXIE_HD constexpr std::int64_t num_steps() const { return chunks.num_chunks == 0 ? 0 : chunks.num_chunks + lag; }
+  MOXIE_HD constexpr std::int64_t num_tickets() const { return chunks.step_ticket[num_steps()]; }
+
+  MOXIE_HD constexpr Task task(std::int64_t ticket) const {
+    const std::int64_t s = last_not_above(chunks.step_ticket, num_steps(), ticket);
+    std::int64_t i = ticket - chunks.step_ticket[s];
+    if (s < chunks.num_chunks) {
+      if (i < lead_tickets(s)) {
+        const std::int64_t height = chunks.blocks(s).size();
+        return {TaskKind::dgrad, BlockId{chunks.blocks(s).begin + i % height}, s, i / height};
+      }
+      i -= lead_tickets(s);
+    }
+    const std::int64_t c = s - lag, height = chunks.blocks(c).size();
+    if (i < height * dx_tiles) return {TaskKind::dx, BlockId{chunks.blocks(c).begin + i % height}, c, i / height};
+    return {TaskKind::wgrad, BlockId{}, c, i - height * dx_tiles};
+  }
+};
+
+MOXIE_HD constexpr BackwardStream backward_stream(const Problem& p, const Plan& plan, const ChunkTable& chunks) {
+  BackwardStream s;
+  s.chunks = chunks;
+  s.shared_dgrad_tiles = num_fc1_tiles(p.shared.intermediate);
+  s.dgrad_tiles = num_fc1_tiles(p.intermediate);
+  s.dx_tiles = num_fc2_tiles(p.hidden);
+  s.shared_wgrad = {p.hidden, p.shared.intermediate};
+  s.wgrad = {p.hidden, p.intermediate};
+  s.lag = plan.lag_chunks;
+  return s;
+}
+
+// Communication work is claimed in small units from their own counters.
+struct DispatchUnit {
+  BlockId block;
+  Range rows;  // inside the block; may be empty past the real count
+};
+MOXIE_HD constexpr std::int64_t num_dispatch_units(const BlockTable& t) {
+  return (t.num_blocks - t.shared_blocks) * (kBlockRows / kDispatchUnitRows);
+}
+MOXIE_HD constexpr DispatchUnit dispatch_unit(const BlockTable& t, std::int64_t unit) {
+  constexpr std::int64_t per_block = kBlockRows / kDispatchUnitRows;
+  const BlockId b{t.shared_blocks + unit / per_block};
+  const std::int64_t begin = unit % per_block * kDispatchUnitRows, rows = t.rows(b);
+  return {b, {min64(begin, rows), min64(begin + kDispatchUnitRows, rows)}};
+}
+
+struct MergeUnit {
+  std::int64_t slab;
+  Range tokens;
+};
+MOXIE_HD constexpr std::int64_t num_merge_units(std::int64_t num_tokens, std::int64_t num_slabs) {
+  return ceil_div(num_tokens, kTokenUnit) * num_slabs;
+}
+MOXIE_HD constexpr MergeUnit merge_unit(std::int64_t unit, std::int64_t num_tokens) {
+  const std::int64_t per_slab = ceil_div(num_tokens, kTokenUnit);
+  return {unit / per_slab, tile_range(unit % per_slab, kTokenUnit, num_tokens)};
+}
+
+}  // namespace moxie::pipeline
