@@ -1,0 +1,25 @@
+// Plain body of the combine stage; the contract is in combine.h.
+#pragma once
+#include <cstdint>
+
+#include "moxie/core/ids.h"
+#include "moxie/pipeline/layout.h"
+#include "moxie/pipeline/tiles.h"
+
+namespace moxie::combine {
+
+// Rounds row pieces to storage and writes them to their homes. PeerMemory is any type with at<T>(rank, offset).
+template <class T, class PeerMemory>
+void push_pieces(const PeerMemory& peers, std::int64_t returns_offset,
+                 const pipeline::RowOrigin* origins,     // [rows]
+                 std::int64_t rows, pipeline::Range cols, std::int64_t hidden,
+                 const float* pieces) {                  // [rows, cols.size()]
+  const std::int64_t n = cols.size();
+  for (std::int64_t i = 0; i < rows; ++i) {
+    T* home = peers.template at<T>(RankId{origins[i].rank}, returns_offset) +
+              std::int64_t{origins[i].route} * hidden + cols.begin;
+    for (std::int64_t j = 0; j < n; ++j) home[j] = T(pieces[i * n + j]);
+  }
+}
+
+}  // namespace moxie::combine
