@@ -1,0 +1,365 @@
+// The CPU twin: every rank is a group of threads in this process, running the real protocol over an in-process heap.
+// A worker's top function only gives roles; the roles are in roles_comm.h and roles_compute.h.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "moxie/backend.h"
+#include "moxie/backend_cpu/roles_compute.h"
+
+namespace moxie::backend_cpu {
+namespace {
+
+struct CpuContext final : ContextState {
+  std::vector<RankContext> ranks;
+};
+
+// Split mode: stage after stage, all workers in every stage, a barrier between.
+template <class T>
+void end_phase(Worker<T>& w, std::int64_t phase) {
+  RankPass<T>& r = w.rank();
+  const std::int64_t word = r.shape.counters.phase + phase;
+  w.add(word, 1);
+  w.wait_counter(word, r.plan().comm_workers + r.plan().compute_workers, WaitFor::phase, phase);
+}
+
+template <class T>
+void run_split(Worker<T>& w) {
+  RankPass<T>& r = w.rank();
+  stage(w);
+  schedule_pass(w);
+  if (r.verdict != Verdict::go) return close_pass(w);
+  std::int64_t phase = 0;
+  dispatch_rows(w);
+  end_phase(w, phase++);
+  std::vector<std::int64_t> ends;
+  if (r.direction == Direction::forward) {
+    const auto& f = r.forward;
+    ends = {f.shared_blocks * f.shared_fc1_tiles, f.shared_tickets(), f.shared_tickets() + f.routed_blocks * f.fc1_tiles};
+  } else {
+    std::int64_t leads = 0;
+    for (std::int64_t c = 0; c < r.backward.chunks.num_chunks; ++c) leads += r.backward.lead_tickets(c);
+    ends = {leads};
+  }
+  ends.push_back(r.num_tickets);
+  for (const std::int64_t end : ends) {
+    compute_tiles(w, end);
+    end_phase(w, phase++);
+  }
+  merge_returns(w);
+  finish_pass(w);
+  close_pass(w);
+}
+
+template <class T>
+void run_fused(Worker<T>& w, Role role) {
+  RankPass<T>& r = w.rank();
+  if (role == Role::comm) stage(w);
+  schedule_pass(w);
+  if (r.verdict != Verdict::go) return close_pass(w);
+  if (role == Role::comm) dispatch_rows(w);
+  else compute_tiles(w, r.num_tickets);
+  merge_returns(w);  // compute workers join when their tickets are out
+  finish_pass(w);
+  close_pass(w);
+}
+
+template <class T>
+void worker_main(RankPass<T>& rank, Role role, std::int32_t idx, std::byte* scratch, std::vector<trace::Event>* events) {
+  if (rank.faults.late_rank == rank.me.v) std::this_thread::sleep_for(std::chrono::milliseconds(rank.faults.late_ms));
+  Worker<T> worker(rank, role, idx, scratch, events);
+  try {
+    if (rank.plan().mode == ExecMode::split) run_split(worker);
+    else run_fused(worker, role);
+  } catch (const GaveUp&) {  // the rank's record tells
+  } catch (const Killed&) {  // fault injection: peers must find out by themselves
+  }
+}
+
+class CpuBackend;
+
+class CpuLayer final : public BackendLayer {
+ public:
+  CpuLayer(CpuBackend& backend, const Problem& problem, const Plan& plan);
+  std::unique_ptr<ContextState> make_context() override;
+  void forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs, ContextState* context,
+               trace::Trace* trace) override;
+  void backward(const ContextState& context, std::span<const BackwardInput> inputs,
+                std::span<const BackwardOutput> outputs, trace::Trace* trace) override;
+
+ private:
+  std::int64_t workers_per_rank() const { return shape_.plan.comm_workers + shape_.plan.compute_workers; }
+  std::byte* scratch(std::int64_t rank, std::int64_t worker) const {
+    return scratch_.get() + (rank * workers_per_rank() + worker) * scratch_bytes_;
+  }
+  template <class T>
+  void run(Direction direction, const std::function<void(RankPass<T>&)>& bind, trace::Trace* trace);
+  template <class T>
+  void throw_if_failed(const std::vector<std::unique_ptr<RankPass<T>>>& ranks);
+  void poison(CpuContext* fill);
+  void clear_counters();
+
+  CpuBackend& backend_;
+  LayerShape shape_;
+  std::vector<transport::AlignedBytes> workspaces_;  // [R]
+  transport::AlignedBytes scratch_;
+  std::int64_t scratch_bytes_ = 0;  // per worker
+  std::uint64_t generation_ = 0;    // of the world when the counters last started from zero
+};
+
+class CpuBackend final : public Backend {
+ public:
+  explicit CpuBackend(const WorldOptions& options)
+      : options_(options), gemm_(options.gemm), heaps_(options.num_ranks) {}
+
+  std::int64_t num_ranks() const override { return options_.num_ranks; }
+  const WorldOptions& options() const override { return options_; }
+  std::unique_ptr<BackendLayer> make_layer(const Problem& problem, const Plan& plan) override {
+    return std::make_unique<CpuLayer>(*this, problem, plan);
+  }
+  bool stopped() const override { return stopped_; }
+  void reset() override {
+    for (std::int64_t r = 0; heaps_.num_bytes() > 0 && r < num_ranks(); ++r) {
+      std::memset(heaps_.memory().at<std::byte>(RankId{r}, 0), 0, static_cast<std::size_t>(signals_bytes_));
+    }
+    ++generation_;
+    stopped_ = false;
+  }
+  void set_timeout(double seconds) override { options_.timeout_s = seconds; }
+  void set_faults(const FaultInjection& faults) override { options_.faults = faults; }
+  std::string describe_gemm() const override { return gemm_.description(); }
+
+  // Heaps are shared by all layers; growing one starts its signals from zero again, which is legal between passes.
+  void reserve(const pipeline::HeapLayout& heap) {
+    signals_bytes_ = heap.signals_bytes;  // depends on the number of ranks only
+    if (heaps_.reserve(heap.num_bytes)) reset();
+  }
+  const expert::HostGemmEngine& gemm() const { return gemm_; }
+  transport::PeerMemory peers() const { return heaps_.memory(); }
+  std::uint64_t generation() const { return generation_; }  // changes whenever signals and counters start from zero
+  void stop() { stopped_ = true; }
+
+ private:
+  WorldOptions options_;
+  expert::HostGemmEngine gemm_;
+  transport::InProcessHeaps heaps_;
+  std::int64_t signals_bytes_ = 0;
+  std::uint64_t generation_ = 1;
+  bool stopped_ = false;
+};
+
+LayerShape make_shape(const Problem& problem, const Plan& plan) {
+  LayerShape s;
+  s.problem = problem;
+  s.plan = plan;
+  s.extents = pipeline::extents(problem, plan);
+  s.heap = pipeline::heap_layout(problem);
+  s.workspace = pipeline::workspace_layout(problem, plan);
+  s.counters = pipeline::counter_layout(s.extents);
+  s.saves_z = plan.save != SavePolicy::none;
+  s.saves_x = plan.save == SavePolicy::z_and_x;
+  s.saved_blocks = s.saves_z ? plan.saved_rows / pipeline::kBlockRows : 0;
+  return s;
+}
+
+CpuLayer::CpuLayer(CpuBackend& backend, const Problem& problem, const Plan& plan)
+    : backend_(backend), shape_(make_shape(problem, plan)) {
+  backend_.reserve(shape_.heap);
+  scratch_bytes_ = align_up(expert::scratch_floats(problem) * 4, pipeline::kRegionAlign);
+  scratch_ = transport::allocate_bytes(problem.num_ranks * workers_per_rank() * scratch_bytes_);
+  for (std::int64_t r = 0; r < problem.num_ranks; ++r) {
+    workspaces_.push_back(transport::allocate_bytes(shape_.workspace.num_bytes));
+  }
+}
+
+std::unique_ptr<ContextState> CpuLayer::make_context() {
+  auto context = std::make_unique<CpuContext>();
+  const Problem& p = shape_.problem;
+  const std::int64_t elem = size_bytes(p.dtype), rows = shape_.saved_blocks * pipeline::kBlockRows;
+  const std::int64_t z = rows * 2 * p.intermediate * elem, x = shape_.saves_x ? rows * p.hidden * elem : 0;
+  const std::int64_t shared_z = shape_.saves_z ? p.max_tokens * 2 * p.shared.intermediate * elem : 0;
+  for (std::int64_t r = 0; r < p.num_ranks; ++r) {
+    RankContext rank;
+    rank.ids.resize(static_cast<std::size_t>(p.max_tokens * p.top_k));
+    rank.weights.resize(rank.ids.size());
+    rank.z = transport::allocate_bytes(z);
+    rank.x = transport::allocate_bytes(x);
+    rank.shared_z = transport::allocate_bytes(shared_z);
+    context->num_bytes += z + x + shared_z + p.max_tokens * p.top_k * 8;
+    context->ranks.push_back(std::move(rank));
+  }
+  return context;
+}
+
+// New workspaces and those of a world that was reset start from clean banks.
+void CpuLayer::clear_counters() {
+  for (const auto& workspace : workspaces_) {
+    std::memset(workspace.get() + shape_.workspace.pass_count.offset, 0, 8);
+    std::memset(workspace.get() + shape_.workspace.counters.offset, 0,
+                static_cast<std::size_t>(shape_.workspace.counters.num_bytes));
+  }
+  generation_ = backend_.generation();
+}
+
+// Fault injection: every byte that a pass must write before it reads becomes 0xFF, a NaN in either storage type.
+void CpuLayer::poison(CpuContext* fill) {
+  for (std::int64_t r = 0; r < shape_.problem.num_ranks; ++r) {
+    std::memset(backend_.peers().at<std::byte>(RankId{r}, shape_.heap.signals_bytes), 0xFF,
+                static_cast<std::size_t>(shape_.heap.num_bytes - shape_.heap.signals_bytes));
+    std::byte* workspace = workspaces_[static_cast<std::size_t>(r)].get();
+    std::memset(workspace, 0xFF, static_cast<std::size_t>(shape_.workspace.pass_count.offset));
+    std::memset(workspace + shape_.workspace.tables_bytes, 0xFF,
+                static_cast<std::size_t>(shape_.workspace.num_bytes - shape_.workspace.tables_bytes));
+    if (fill == nullptr) continue;
+    RankContext& c = fill->ranks[static_cast<std::size_t>(r)];
+    const std::int64_t elem = size_bytes(shape_.problem.dtype), rows = shape_.saved_blocks * pipeline::kBlockRows;
+    std::memset(c.z.get(), 0xFF, static_cast<std::size_t>(rows * 2 * shape_.problem.intermediate * elem));
+    if (shape_.saves_x) std::memset(c.x.get(), 0xFF, static_cast<std::size_t>(rows * shape_.problem.hidden * elem));
+  }
+  std::memset(scratch_.get(), 0xFF, static_cast<std::size_t>(shape_.problem.num_ranks * workers_per_rank() * scratch_bytes_));
+}
+
+template <class T>
+void CpuLayer::throw_if_failed(const std::vector<std::unique_ptr<RankPass<T>>>& ranks) {
+  std::vector<WaitRecord> waits;
+  for (const auto& r : ranks) {
+    if (r->watch.record) waits.push_back(*r->watch.record);
+  }
+  if (!waits.empty()) {
+    backend_.stop();
+    // The rank whose own clock ran out first tells the story; the others were told by it.
+    const auto first = std::find_if(waits.begin(), waits.end(), [](const WaitRecord& w) { return w.told_by < 0; });
+    throw Error(ErrorCode::timeout,
+                fmt::format("{} of {} ranks gave up after {} s: {}; call World::reset() before the next pass",
+                            waits.size(), ranks.size(), backend_.options().timeout_s,
+                            to_string(first != waits.end() ? *first : waits.front())),
+                waits);
+  }
+  const Problem& p = shape_.problem;
+  for (const auto& r : ranks) {
+    if (r->bad_route.route < 0) continue;
+    throw Error(ErrorCode::invalid_route,
+                fmt::format("expert id of rank {} token {} slot {} is {}, must be between 0 and {} or -1 for no route; "
+                            "nearest legal value {}", r->me.v, r->bad_route.route / p.top_k, r->bad_route.route % p.top_k,
+                            r->bad_route.id, p.num_experts - 1, r->bad_route.id < -1 ? -1 : p.num_experts - 1));
+  }
+  for (const auto& r : ranks) {
+    if (r->verdict != Verdict::capacity_exceeded || r->wanted_blocks <= shape_.extents.routed_blocks) continue;
+    throw Error(ErrorCode::capacity_exceeded,
+                fmt::format("rank {} would receive {} rows (padded to blocks of {}), must be at most plan.capacity_rows {}; "
+                            "nearest legal capacity_rows {}", r->me.v, r->wanted_blocks * pipeline::kBlockRows,
+                            pipeline::kBlockRows, shape_.plan.capacity_rows, r->wanted_blocks * pipeline::kBlockRows));
+  }
+}
+
+template <class T>
+void CpuLayer::run(Direction direction, const std::function<void(RankPass<T>&)>& bind, trace::Trace* trace) {
+  const Problem& p = shape_.problem;
+  const Plan& plan = shape_.plan;
+  if (generation_ != backend_.generation()) clear_counters();
+  const auto begin = Clock::now();
+  std::vector<std::unique_ptr<RankPass<T>>> ranks;
+  for (std::int64_t i = 0; i < p.num_ranks; ++i) {
+    auto r = std::unique_ptr<RankPass<T>>(new RankPass<T>{shape_, direction, RankId{i}, backend_.peers(),
+                                                          workspaces_[static_cast<std::size_t>(i)].get(), backend_.gemm(),
+                                                          backend_.options().faults, 0, 0, begin});
+    r->watch.timeout_s = backend_.options().timeout_s;
+    r->epoch = *r->template heap<std::uint64_t>(shape_.heap.epoch) + 1;
+    r->pass_count = *r->template ws<std::uint64_t>(shape_.workspace.pass_count);
+    bind(*r);
+    ranks.push_back(std::move(r));
+  }
+  const auto workers = static_cast<std::size_t>(workers_per_rank());
+  std::vector<std::vector<trace::Event>> events(ranks.size() * workers);
+  {
+    std::vector<std::jthread> threads;
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      for (std::size_t k = 0; k < workers; ++k) {
+        const bool comm = k < static_cast<std::size_t>(plan.comm_workers);
+        const auto idx = static_cast<std::int32_t>(comm ? k : k - static_cast<std::size_t>(plan.comm_workers));
+        threads.emplace_back(worker_main<T>, std::ref(*ranks[i]), comm ? Role::comm : Role::compute, idx,
+                             scratch(static_cast<std::int64_t>(i), static_cast<std::int64_t>(k)),
+                             trace != nullptr ? &events[i * workers + k] : nullptr);
+      }
+    }
+  }
+  if (trace != nullptr) {
+    trace->num_ranks = static_cast<std::int32_t>(p.num_ranks);
+    trace->comm_workers = plan.comm_workers;
+    trace->compute_workers = plan.compute_workers;
+    trace->title = fmt::format("{}, {} ranks, {} {}", direction == Direction::forward ? "forward" : "backward",
+                               p.num_ranks, name(plan.mode), name(plan.order));
+    trace->events.clear();
+    for (const auto& e : events) trace->events.insert(trace->events.end(), e.begin(), e.end());
+  }
+  throw_if_failed(ranks);
+}
+
+template <class T>
+struct ForwardBind {
+  std::span<const ForwardInput> inputs;
+  std::span<const ForwardOutput> outputs;
+  CpuContext* fill;
+  void operator()(RankPass<T>& r) const {
+    const auto i = static_cast<std::size_t>(r.me.v);
+    const ForwardInput& in = inputs[i];
+    r.num_tokens = in.x.shape.dim[0];
+    r.x = in.x.as<T>();
+    r.expert_ids = in.expert_ids;
+    r.route_weights = in.route_weights.as<float>();
+    r.weights = &in.weights;
+    r.out = outputs[i].y.as<T>();
+    r.fill = fill != nullptr ? &fill->ranks[i] : nullptr;
+  }
+};
+
+template <class T>
+struct BackwardBind {
+  std::span<const BackwardInput> inputs;
+  std::span<const BackwardOutput> outputs;
+  const CpuContext* saved;
+  void operator()(RankPass<T>& r) const {
+    const auto i = static_cast<std::size_t>(r.me.v);
+    r.num_tokens = saved->num_tokens[i];
+    r.x = inputs[i].x.as<T>();
+    r.dy = inputs[i].dy.as<T>();
+    r.weights = &inputs[i].weights;
+    r.grads = &outputs[i].grads;
+    r.out = outputs[i].dx.as<T>();
+    r.d_route_weights = outputs[i].d_route_weights.as<float>();
+    r.saved = &saved->ranks[i];
+  }
+};
+
+void CpuLayer::forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
+                       ContextState* context, trace::Trace* trace) {
+  auto* fill = static_cast<CpuContext*>(context);
+  if (backend_.options().faults.poison_workspace) poison(fill);
+  if (shape_.problem.dtype == DType::f32) run<float>(Direction::forward, ForwardBind<float>{inputs, outputs, fill}, trace);
+  else run<bf16>(Direction::forward, ForwardBind<bf16>{inputs, outputs, fill}, trace);
+}
+
+void CpuLayer::backward(const ContextState& context, std::span<const BackwardInput> inputs,
+                        std::span<const BackwardOutput> outputs, trace::Trace* trace) {
+  const auto* saved = static_cast<const CpuContext*>(&context);
+  if (backend_.options().faults.poison_workspace) poison(nullptr);
+  if (shape_.problem.dtype == DType::f32) run<float>(Direction::backward, BackwardBind<float>{inputs, outputs, saved}, trace);
+  else run<bf16>(Direction::backward, BackwardBind<bf16>{inputs, outputs, saved}, trace);
+}
+
+}  // namespace
+}  // namespace moxie::backend_cpu
+
+namespace moxie {
+
+std::unique_ptr<Backend> make_cpu_backend(const WorldOptions& options) {
+  return std::make_unique<backend_cpu::CpuBackend>(options);
+}
+
+}  // namespace moxie

@@ -1,0 +1,285 @@
+// Communication roles of the CPU twin, the same for both directions: stage, schedule, dispatch, merge. They follow a
+// token from its home rank to its experts' ranks and back. Who waits for whom: docs/protocol.md.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "moxie/backend_cpu/worker.h"
+#include "moxie/dispatch/dispatch_ref.h"
+#include "moxie/merge/merge_ref.h"
+#include "moxie/schedule/schedule_ref.h"
+
+namespace moxie::backend_cpu {
+
+using pipeline::Range;
+using pipeline::Verdict;
+
+// Leader: sorts this rank's routes into its heap, or finds the first bad id.
+template <class T>
+void sort_own_routes(Worker<T>& w) {
+  RankPass<T>& r = w.rank();
+  const Problem& p = r.problem();
+  const std::int64_t num_routes = r.num_tokens * p.top_k;
+  auto* ids = r.template ws<std::int32_t>(r.shape.workspace.ids);
+  const float* weights = r.route_weights;
+  if (r.direction == Direction::forward) {
+    r.bad_route = r.expert_ids.dtype == DType::i64
+                      ? schedule::narrow_ids(r.expert_ids.template as<std::int64_t>(), num_routes, p.num_experts, ids)
+                      : schedule::narrow_ids(r.expert_ids.template as<std::int32_t>(), num_routes, p.num_experts, ids);
+    if (r.bad_route.route >= 0) return;
+    if (r.fill != nullptr) {
+      std::copy_n(ids, num_routes, r.fill->ids.data());
+      for (std::int64_t i = 0; i < num_routes; ++i) {
+        if (ids[i] >= 0) r.fill->weights[static_cast<std::size_t>(i)] = weights[i];
+      }
+    }
+  } else {
+    std::copy_n(r.saved->ids.data(), num_routes, ids);
+    weights = r.saved->weights.data();
+  }
+  schedule::sort_routes(ids, weights, num_routes, p.num_experts, r.template heap<std::int32_t>(r.shape.heap.routes_sorted),
+                        r.template heap<float>(r.shape.heap.weights_sorted),
+                        r.template heap<std::int32_t>(r.shape.heap.route_begin));
+}
+
+// Weight of the shared expert's rows: 1, or the sigmoid of a dot product in column order.
+template <class T>
+void stage_shared_weights(RankPass<T>& r, Range tokens) {
+  auto* weight = r.template ws<float>(r.shape.workspace.shared_weight);
+  const std::int64_t h = r.problem().hidden;
+  for (std::int64_t t = tokens.begin; t < tokens.end; ++t) {
+    weight[t] = 1.0f;
+    if (!r.problem().shared.output_gate) continue;
+    const T* gate = r.weights->shared_output_gate.template as<T>();
+    float dot = 0.0f;
+    for (std::int64_t j = 0; j < h; ++j) dot += expert::widen(r.x[t * h + j]) * expert::widen(gate[j]);
+    weight[t] = expert::sigmoid(dot);
+  }
+}
+
+// Copies this rank's inputs into its heap; the leader sorts first and then tells every peer that all is there.
+template <class T>
+void stage(Worker<T>& w) {
+  RankPass<T>& r = w.rank();
+  const auto& c = r.shape.counters;
+  w.traced(trace::Kind::stage, -1, -1, false, [&] {
+    if (w.leader()) {
+      // Nobody touches the other bank during this pass; the next pass starts from zeros.
+      std::memset(r.template ws<std::uint32_t>(r.shape.workspace.counters) +
+                      pipeline::counter_bank(r.pass_count + 1) * r.shape.workspace.counter_words,
+                  0, static_cast<std::size_t>(r.shape.workspace.counter_words) * 4);
+      sort_own_routes(w);
+    }
+    const std::int64_t h = r.problem().hidden;
+    while (const auto unit = w.claim(c.stage_unit, ceil_div(r.num_tokens, pipeline::kTokenUnit))) {
+      const Range tokens = pipeline::tile_range(*unit, pipeline::kTokenUnit, r.num_tokens);
+      const std::int64_t at = tokens.begin * h, count = tokens.size() * h;
+      std::copy_n(r.x + at, count, r.template heap<T>(r.shape.heap.x_in) + at);
+      if (r.direction == Direction::backward) std::copy_n(r.dy + at, count, r.template heap<T>(r.shape.heap.dy_in) + at);
+      if (r.problem().shared.intermediate > 0) stage_shared_weights(r, tokens);
+      w.add(c.stage_done, static_cast<std::uint32_t>(tokens.size()));
+    }
+  });
+  if (!w.leader()) return;
+  w.wait_counter(c.stage_done, r.num_tokens, WaitFor::stage_done, 0);
+  const Verdict own = r.bad_route.route >= 0 ? Verdict::invalid_route : Verdict::go;
+  w.raise_everywhere(r.shape.heap.inputs_ready, r.me.v,
+                     pipeline::make_signal(r.epoch, static_cast<std::uint32_t>(own)));
+}
+
+// Leader: waits for every peer's inputs, and if somebody objects, or the capacity is not proven, for their verdicts too.
+template <class T>
+Verdict agree(Worker<T>& w) {
+  RankPass<T>& r = w.rank();
+  const Problem& p = r.problem();
+  const std::uint64_t wanted = pipeline::make_signal(r.epoch);
+  Verdict verdict = Verdict::go;
+  std::vector<const std::int32_t*> peer_route_begin;
+  for (std::int64_t i = 0; i < p.num_ranks; ++i) {
+    const std::uint64_t word = w.wait_signal(r.shape.heap.inputs_ready, i, wanted, WaitFor::inputs_ready, i);
+    if (pipeline::payload_of(word) != 0) verdict = static_cast<Verdict>(pipeline::payload_of(word));
+    peer_route_begin.push_back(r.peers.template at<const std::int32_t>(RankId{i}, r.shape.heap.route_begin.offset));
+  }
+  if (verdict == Verdict::go) {
+    r.table = schedule::build_blocks(p, r.me, r.num_tokens, peer_route_begin,
+                                     r.template ws<std::int64_t>(r.shape.workspace.row_prefix),
+                                     r.template ws<std::int32_t>(r.shape.workspace.source_begin),
+                                     r.template ws<std::int32_t>(r.shape.workspace.expert_block));
+    r.wanted_blocks = r.table.num_blocks - r.table.shared_blocks;
+    if (r.wanted_blocks > r.shape.extents.routed_blocks) verdict = Verdict::capacity_exceeded;
+  }
+  const bool proven = r.shape.extents.routed_blocks >= pipeline::worst_case_blocks(p);
+  if (verdict == Verdict::go && proven) return verdict;
+  // Every rank enters here or none: objections are seen by all, and `proven` is the same everywhere. Nobody leaves, and so
+  // nobody overwrites an inputs_ready word, before all have judged.
+  w.raise_everywhere(r.shape.heap.agreement, r.me.v, pipeline::make_signal(r.epoch, static_cast<std::uint32_t>(verdict)));
+  for (std::int64_t i = 0; i < p.num_ranks; ++i) {
+    const std::uint64_t word = w.wait_signal(r.shape.heap.agreement, i, wanted, WaitFor::agreement, i);
+    if (verdict == Verdict::go) verdict = static_cast<Verdict>(pipeline::payload_of(word));
+  }
+  return verdict;
+}
+
+// Builds the rank's tables and opens the pass to its other workers.
+template <class T>
+void schedule_pass(Worker<T>& w) {
+  RankPass<T>& r = w.rank();
+  if (w.leader()) {
+    w.traced(trace::Kind::schedule, -1, -1, false, [&] {
+      r.verdict = agree(w);
+      if (r.verdict == Verdict::go) {
+        if (r.direction == Direction::forward) {
+          r.forward = pipeline::forward_stream(r.problem(), r.plan(), r.table);
+          r.num_tickets = r.forward.num_tickets();
+        } else {
+          r.backward = schedule::build_chunks(r.problem(), r.plan(), r.table,
+                                              r.template ws<std::int32_t>(r.shape.workspace.chunk_block),
+                                              r.template ws<std::int32_t>(r.shape.workspace.chunk_expert),
+                                              r.template ws<std::int32_t>(r.shape.workspace.chunk_after),
+                                              r.template ws<std::int64_t>(r.shape.workspace.step_ticket));
+          r.num_tickets = r.backward.num_tickets();
+        }
+        if (r.wanted_blocks == 0) {  // no piece will ever complete a slab: say so now
+          for (std::int64_t s = 0; s < r.num_slabs(); ++s) announce_slab(w, s);
+        }
+      }
+    });
+    w.add(r.shape.counters.schedule_ready, 1);
+  }
+  w.wait_counter(r.shape.counters.schedule_ready, 1, WaitFor::schedule_ready, 0);
+}
+
+template <class T>
+void announce_slab(Worker<T>& w, std::int64_t slab) {
+  RankPass<T>& r = w.rank();
+  w.raise_everywhere(r.shape.heap.returns_done, r.me.v * pipeline::kMaxSlabs + slab, pipeline::make_signal(r.epoch));
+}
+
+// Waits until the ring slot that `b` will use is free.
+template <class T>
+void wait_slot_free(Worker<T>& w, BlockId b) {
+  RankPass<T>& r = w.rank();
+  const auto& c = r.shape.counters;
+  if (r.direction == Direction::forward) {
+    const BlockId holder{b.v - r.plan().x_ring_blocks};
+    if (holder.v < r.table.shared_blocks) return;
+    w.wait_counter(c.fc1_done + holder.v, r.forward.fc1_tiles, WaitFor::x_slot_free, holder.v);
+  } else {
+    const BlockId holder{b.v - r.plan().backward_ring_blocks};
+    if (holder.v < 0) return;
+    const std::int64_t chunk = r.backward.chunks.chunk_of(holder);
+    w.wait_counter(c.trail_done + chunk, r.backward.trail_tickets(chunk), WaitFor::x_slot_free, chunk);
+  }
+}
+
+// Pulls rows into ring slots, in block order.
+template <class T>
+void dispatch_rows(Worker<T>& w) {
+  RankPass<T>& r = w.rank();
+  const std::int64_t row_elems = r.problem().hidden, row_bytes = row_elems * static_cast<std::int64_t>(sizeof(T));
+  while (const auto unit = w.claim(r.shape.counters.dispatch_unit, pipeline::num_dispatch_units(r.table))) {
+    const pipeline::DispatchUnit u = pipeline::dispatch_unit(r.table, *unit);
+    if (u.rows.size() == 0) continue;
+    wait_slot_free(w, u.block);
+    w.traced(trace::Kind::dispatch, u.block.v, -1, false, [&] {
+      pipeline::RowOrigin* origins = r.origins(u.block);
+      dispatch::resolve_origins(r.table, r.shape.heap, r.peers, u.block, u.rows, origins);
+      auto pull = [&](const pipeline::Region& tensor, T* block, T* keep) {
+        dispatch::pull_rows(r.peers, origins, u.rows, r.problem().top_k, row_bytes,
+                            {tensor.offset, reinterpret_cast<std::byte*>(block), reinterpret_cast<std::byte*>(keep)});
+      };
+      if (r.direction == Direction::forward) {
+        T* keep = r.fill != nullptr && r.x_saved(u.block)
+                      ? reinterpret_cast<T*>(r.fill->x.get()) + r.table.routed_idx(u.block) * pipeline::kBlockRows * row_elems
+                      : nullptr;
+        pull(r.shape.heap.x_in, r.x_rows(u.block), keep);
+      } else {
+        pull(r.shape.heap.dy_in, const_cast<T*>(r.dy_rows(u.block)), nullptr);
+        if (!r.x_saved(u.block)) pull(r.shape.heap.x_in, r.x_rows(u.block), nullptr);
+      }
+    });
+    w.add(r.shape.counters.x_ready + pipeline::minibatch_of(r.table, u.block, r.plan().minibatch_blocks),
+          static_cast<std::uint32_t>(u.rows.size()));
+  }
+}
+
+template <class T>
+void wait_rows_ready(Worker<T>& w, BlockId b) {
+  RankPass<T>& r = w.rank();
+  const std::int64_t idx = pipeline::minibatch_of(r.table, b, r.plan().minibatch_blocks);
+  const pipeline::Minibatch m = pipeline::minibatch(r.table, idx, r.plan().minibatch_blocks);
+  w.wait_counter(r.shape.counters.x_ready + idx, m.rows, WaitFor::x_ready, m.blocks.begin);
+}
+
+// Shared-expert tiles (FC2 or dX) this pass must finish before a merge may read shared_out.
+template <class T>
+std::int64_t shared_tiles(const RankPass<T>& r) {
+  return r.table.shared_blocks * pipeline::num_fc2_tiles(r.problem().hidden);
+}
+
+template <class T>
+void merge_slab(Worker<T>& w, const pipeline::MergeUnit& unit) {
+  RankPass<T>& r = w.rank();
+  const Problem& p = r.problem();
+  const std::int64_t tiles = pipeline::num_fc2_tiles(p.hidden);
+  const Range slab = pipeline::slab_tiles(unit.slab, r.num_slabs(), tiles);
+  const Range cols{slab.begin * pipeline::kFc2TileCols, min64(slab.end * pipeline::kFc2TileCols, p.hidden)};
+  const auto* ids = r.template ws<const std::int32_t>(r.shape.workspace.ids);
+  const T* shared_out = p.shared.intermediate > 0 ? r.template ws<const T>(r.shape.workspace.shared_out) : nullptr;
+  merge::merge_tokens<T>(ids, r.template heap<const T>(r.shape.heap.returns), shared_out, unit.tokens, cols, p.top_k,
+                         p.hidden, r.out);
+  if (r.direction == Direction::forward) return;
+  const auto* d_weights = r.template heap<const float>(r.shape.heap.d_weights);
+  for (std::int64_t i = unit.tokens.begin * p.top_k; i < unit.tokens.end * p.top_k; ++i) {
+    r.d_route_weights[i] = ids[i] >= 0 ? d_weights[i] : 0.0f;
+  }
+}
+
+// Merges token ranges slab by slab as soon as every peer has pushed that slab.
+template <class T>
+void merge_returns(Worker<T>& w) {
+  RankPass<T>& r = w.rank();
+  const auto& c = r.shape.counters;
+  const std::uint64_t wanted = pipeline::make_signal(r.epoch);
+  while (const auto at = w.claim(c.merge_unit, pipeline::num_merge_units(r.num_tokens, r.num_slabs()))) {
+    const pipeline::MergeUnit unit = pipeline::merge_unit(*at, r.num_tokens);
+    for (std::int64_t i = 0; i < r.problem().num_ranks; ++i) {
+      w.wait_signal(r.shape.heap.returns_done, i * pipeline::kMaxSlabs + unit.slab, wanted, WaitFor::returns_done, i);
+    }
+    w.wait_counter(c.shared_done, shared_tiles(r), WaitFor::shared_done, 0);
+    w.traced(trace::Kind::merge, *at, unit.slab, false, [&] { merge_slab(w, unit); });
+    w.add(c.merge_done, 1);
+  }
+}
+
+// The last act of the leader, also of a pass that was called off: the next one begins at the next epoch and bank.
+template <class T>
+void close_pass(Worker<T>& w) {
+  RankPass<T>& r = w.rank();
+  if (w.leader()) {
+    *r.template heap<std::uint64_t>(r.shape.heap.epoch) = r.epoch;
+    *r.template ws<std::uint64_t>(r.shape.workspace.pass_count) = r.pass_count + 1;
+    w.add(r.shape.counters.closed, 1);
+  }
+  w.wait_counter(r.shape.counters.closed, 1, WaitFor::pass_closed, 0);
+}
+
+// The rank may leave when its own output is whole and every peer has pushed everything: then nobody reads its heap any
+// more, and its next pass may overwrite it.
+template <class T>
+void finish_pass(Worker<T>& w) {
+  RankPass<T>& r = w.rank();
+  w.wait_counter(r.shape.counters.merge_done, pipeline::num_merge_units(r.num_tokens, r.num_slabs()),
+                 WaitFor::merge_done, 0);
+  w.wait_counter(r.shape.counters.tasks_done, r.num_tickets, WaitFor::tasks_done, 0);
+  if (!w.leader()) return;
+  for (std::int64_t i = 0; i < r.problem().num_ranks; ++i) {
+    for (std::int64_t s = 0; s < r.num_slabs(); ++s) {
+      w.wait_signal(r.shape.heap.returns_done, i * pipeline::kMaxSlabs + s, pipeline::make_signal(r.epoch),
+                    WaitFor::returns_done, i);
+    }
+  }
+}
+
+}  // namespace moxie::backend_cpu

@@ -1,0 +1,171 @@
+// Moxie's public C++ API: Problem, Plan, World, Layer, Context. All a C++ user includes.
+//
+//   moxie::World world = moxie::World::cpu({.num_ranks = 4});
+//   moxie::Layer layer(world, problem);                           // plan chosen and proven here
+//   moxie::Context ctx = layer.forward(inputs, outputs);          // one entry per rank
+//   layer.backward(ctx, grad_inputs, grad_outputs);               // ctx is const: call it as often as you like
+//
+// Every tensor is row-major and contiguous; T is that rank's number of tokens (0 allowed, different per rank).
+// Errors are moxie::Error (core/error.h). Nothing is allocated inside a pass.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "moxie/core/error.h"
+#include "moxie/core/problem.h"
+#include "moxie/core/tensor.h"
+#include "moxie/pipeline/plan.h"
+#include "moxie/trace/trace.h"
+
+namespace moxie {
+
+// Weights of one rank. dtype = problem.dtype throughout. Absent where the problem has no such part.
+struct Weights {
+  ConstTensorView gate, up;                // [E_local, I, H]
+  ConstTensorView down;                    // [E_local, H, I]
+  ConstTensorView gate_bias, up_bias;      // [E_local, I]
+  ConstTensorView down_bias;               // [E_local, H]
+  ConstTensorView shared_gate, shared_up;  // [I_s, H]
+  ConstTensorView shared_down;             // [H, I_s]
+  ConstTensorView shared_output_gate;      // [H]
+};
+
+struct ForwardInput {
+  ConstTensorView x;              // [T, H]
+  ConstTensorView expert_ids;     // [T, K] i32 or i64; -1 = no route
+  ConstTensorView route_weights;  // [T, K] f32; not read where the id is -1
+  Weights weights;
+};
+struct ForwardOutput {
+  TensorView y;  // [T, H]
+};
+
+// Gradients of one rank's weights. Matrices are f32 or problem.dtype, all alike; vectors (biases, output gate) are f32.
+struct WeightGrads {
+  bool accumulate = false;            // add into what is there (f32 main-grad); else overwrite, zeros for idle experts
+  TensorView gate, up;                // [E_local, I, H]
+  TensorView down;                    // [E_local, H, I]
+  TensorView gate_bias, up_bias;      // [E_local, I] f32
+  TensorView down_bias;               // [E_local, H] f32
+  TensorView shared_gate, shared_up;  // [I_s, H]
+  TensorView shared_down;             // [H, I_s]
+  TensorView shared_output_gate;      // [H] f32
+};
+struct BackwardInput {
+  ConstTensorView x;   // [T, H] the same values as in forward
+  ConstTensorView dy;  // [T, H]
+  Weights weights;     // the same values as in forward
+};
+struct BackwardOutput {
+  TensorView dx;                // [T, H]
+  TensorView d_route_weights;   // [T, K] f32; 0 where the id is -1
+  WeightGrads grads;
+};
+
+// What the host GEMM tiles run on.
+enum class HostGemm : std::int32_t {
+  automatic,  // oneDNN if built in and its rows pass the self-check, else plain
+  onednn,
+  plain,      // plain loops: slow, and what the thread sanitizer can see into
+};
+
+// Faults a test can inject into the CPU backend. The defaults inject nothing.
+struct FaultInjection {
+  std::uint64_t shuffle_seed = 0;    // != 0: seeded random yields and delays before every protocol step
+  std::int32_t max_delay_us = 20;    // upper end of a shuffled delay
+  bool poison_workspace = false;     // fill every buffer with 0xFF before each pass
+  std::int32_t late_rank = -1;       // this rank starts each pass late_ms later
+  std::int32_t late_ms = 0;
+  std::int32_t kill_rank = -1;       // a worker of this rank ends silently ...
+  Role kill_role = Role::compute;
+  std::int32_t kill_worker = 0;
+  std::int32_t kill_after_steps = 0; // ... after so many protocol steps
+};
+
+struct WorldOptions {
+  std::int64_t num_ranks = 1;
+  double timeout_s = 300.0;      // bound of every wait; 0 = unbounded
+  bool validate_finite = false;  // check activations, weights and gradients for NaN and infinity before each pass
+  HostGemm gemm = HostGemm::automatic;
+  FaultInjection faults;
+};
+
+class Backend;
+
+// The ranks that can see each other's memory. Move-only; outlives its layers. One pass at a time.
+class World {
+ public:
+  static World cpu(const WorldOptions& options);
+  World(World&&) noexcept;
+  World& operator=(World&&) noexcept;
+  ~World();
+
+  std::int64_t num_ranks() const;
+  bool stopped() const;  // a pass timed out; further passes throw world_stopped
+  void reset();          // clears signals and counters; legal whenever no pass runs
+  void set_timeout(double seconds);
+  void set_faults(const FaultInjection& faults);
+  std::string describe_gemm() const;  // "oneDNN 2.6.3, row quantum 16", "plain loops"
+  Backend& backend() { return *backend_; }
+
+ private:
+  explicit World(std::unique_ptr<Backend> backend);
+  std::unique_ptr<Backend> backend_;
+};
+
+struct ContextState;
+// What backward needs of one forward pass: routes, weights and, by the plan's SavePolicy, z and x rows. Const after
+// forward; several may be alive; reusable through forward(inputs, outputs, context).
+class Context {
+ public:
+  Context(Context&&) noexcept;
+  Context& operator=(Context&&) noexcept;
+  ~Context();
+  std::int64_t num_bytes() const;  // over all ranks
+
+ private:
+  friend class Layer;
+  explicit Context(std::unique_ptr<ContextState> state);
+  std::unique_ptr<ContextState> state_;
+};
+
+struct BufferBytes {
+  std::string name;         // "heap.x_in", "workspace.hidden_ring", ...
+  std::int64_t num_bytes;   // per rank
+};
+
+class Layer {
+ public:
+  // Throws invalid_argument or invalid_plan. A zero in `plan` means "choose".
+  Layer(World& world, const Problem& problem, const Plan& plan = {});
+  Layer(Layer&&) noexcept;
+  ~Layer();
+
+  const Problem& problem() const;
+  const Plan& plan() const;  // resolved: no zeros left
+
+  // One entry per rank of the world. `trace`, when given, receives the timeline of this pass.
+  Context forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
+                  trace::Trace* trace = nullptr);
+  void forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs, Context& context,
+               trace::Trace* trace = nullptr);
+  // Forward only: nothing is saved.
+  void infer(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
+             trace::Trace* trace = nullptr);
+  void backward(const Context& context, std::span<const BackwardInput> inputs,
+                std::span<const BackwardOutput> outputs, trace::Trace* trace = nullptr);
+
+  Context make_context() const;
+  std::vector<BufferBytes> memory() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+std::string version();
+
+}  // namespace moxie
