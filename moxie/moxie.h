@@ -37,7 +37,7 @@ struct ForwardInput {
   ConstTensorView x;              // [T, H]
   ConstTensorView expert_ids;     // [T, K] i32 or i64; -1 = no route
   ConstTensorView route_weights;  // [T, K] f32; not read where the id is -1
-  Weights weights;
+  Weights weights = {};
 };
 struct ForwardOutput {
   TensorView y;  // [T, H]
@@ -62,7 +62,7 @@ struct BackwardInput {
 struct BackwardOutput {
   TensorView dx;                // [T, H]
   TensorView d_route_weights;   // [T, K] f32; 0 where the id is -1
-  WeightGrads grads;
+  WeightGrads grads = {};
 };
 
 // What the host GEMM tiles run on.
@@ -90,7 +90,7 @@ struct WorldOptions {
   double timeout_s = 300.0;      // bound of every wait; 0 = unbounded
   bool validate_finite = false;  // check activations, weights and gradients for NaN and infinity before each pass
   HostGemm gemm = HostGemm::automatic;
-  FaultInjection faults;
+  FaultInjection faults = {};
 };
 
 class Backend;

@@ -39,9 +39,9 @@ struct Problem {
   std::int64_t num_experts = 0;   // E over all ranks
   std::int64_t top_k = 0;         // K
   DType dtype = DType::bf16;      // storage of x, weights, hidden, y
-  Activation activation;
+  Activation activation = {};
   bool expert_bias = false;       // biases on gate, up and down
-  SharedExpert shared;
+  SharedExpert shared = {};
   friend bool operator==(const Problem&, const Problem&) = default;
 };
 
@@ -66,8 +66,8 @@ MOXIE_HD constexpr RankId expert_home(std::int64_t num_experts, std::int64_t num
 struct Preset {
   std::string_view name;
   std::int64_t hidden, intermediate, num_experts, top_k;
-  SharedExpert shared;
-  Activation activation;
+  SharedExpert shared = {};
+  Activation activation = {};
   bool expert_bias;
   bool sigmoid_router;  // else softmax
   std::string_view note;

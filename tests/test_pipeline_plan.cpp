@@ -1,0 +1,160 @@
+// Plans and layouts: what resolve fills in, what check refuses and with which words, offsets that do not overlap and do
+// not overflow, signals that only grow.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <vector>
+
+#include "moxie/core/error.h"
+#include "moxie/pipeline/layout.h"
+#include "moxie/pipeline/plan.h"
+
+namespace moxie::pipeline {
+namespace {
+
+Problem legal() {
+  return {.num_ranks = 4, .max_tokens = 512, .hidden = 1024, .intermediate = 512, .num_experts = 16, .top_k = 4};
+}
+
+std::string sentence(const Problem& p, Plan plan) {
+  try {
+    check(p, resolve(p, plan));
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), ErrorCode::invalid_plan);
+    return e.what();
+  }
+  return "";
+}
+
+TEST(PipelinePlan, DefaultIsAcceptedForEveryPreset) {
+  for (const Preset& preset : presets())
+    for (const std::int64_t ranks : {1, 3, 8, 64}) {
+      const Problem p{.num_ranks = ranks, .max_tokens = 1024, .hidden = preset.hidden, .intermediate = preset.intermediate,
+                      .num_experts = preset.num_experts, .top_k = preset.top_k};
+      EXPECT_EQ(sentence(p, {}), "") << preset.name;
+      EXPECT_EQ(sentence(p, {.mode = ExecMode::split}), "") << preset.name;
+    }
+}
+
+TEST(PipelinePlan, RefusalsNameOptionValueRuleAndNearest) {
+  const Problem p = legal();
+  EXPECT_EQ(sentence(p, {.x_ring_blocks = 3}),
+            "plan.x_ring_blocks is 3, must be between 8 and 67 (band_blocks + minibatch_blocks - 1 up to the capacity in blocks, "
+            "or a wait could be for a later ticket); nearest legal value 8");
+  EXPECT_NE(sentence(p, {.hidden_ring_blocks = 5}).find("slabs order keeps hidden of all blocks"), std::string::npos);
+  EXPECT_NE(sentence(p, {.order = TaskOrder::lag, .hidden_ring_blocks = 23}).find("nearest legal value 24"), std::string::npos);
+  EXPECT_EQ(sentence(p, {.order = TaskOrder::lag, .hidden_ring_blocks = 24}), "");
+  EXPECT_NE(sentence(p, {.backward_ring_blocks = 15}).find("nearest legal value 16"), std::string::npos);
+  EXPECT_NE(sentence(p, {.capacity_rows = 130}).find("nearest legal value 256"), std::string::npos);
+  EXPECT_NE(sentence(p, {.num_slabs = 0}).find("plan.num_slabs is 0"), std::string::npos);
+  EXPECT_NE(sentence(p, {.comm_workers = 0}).find("nearest legal value 1"), std::string::npos);
+  EXPECT_NE(sentence(p, {.saved_rows = 1 << 30}).find("plan.saved_rows"), std::string::npos);
+  EXPECT_NE(sentence(p, {.mode = ExecMode::split, .x_ring_blocks = 10}).find("split mode"), std::string::npos);
+}
+
+// The bound is compared with the worst routing found by brute force.
+TEST(PipelinePlan, WorstCaseBlocksIsReachedAndNeverExceeded) {
+  for (std::int64_t experts = 1; experts <= 4; ++experts) {
+    Problem p = legal();
+    p.num_ranks = 1;
+    p.num_experts = experts;
+    p.top_k = 1;
+    for (const std::int64_t tokens : {1, 2, 3, 127, 128, 129, 130, 257, 400}) {
+      p.max_tokens = tokens;
+      std::int64_t worst = 0;
+      std::vector<std::int64_t> rows(static_cast<std::size_t>(experts), 0);
+      // All ways to give all tokens to experts, up to order: first expert gets the most.
+      std::function<void(std::size_t, std::int64_t)> split = [&](std::size_t e, std::int64_t left) {
+        if (e + 1 == rows.size()) {
+          rows[e] = left;
+          std::int64_t blocks = 0;
+          for (const std::int64_t n : rows) blocks += num_blocks(n);
+          worst = std::max(worst, blocks);
+          return;
+        }
+        const std::int64_t limit = e == 0 ? left : std::min<std::int64_t>(left, 2);
+        for (std::int64_t n = 0; n <= limit; ++n) {
+          rows[e] = n;
+          split(e + 1, left - n);
+        }
+      };
+      split(0, tokens);
+      EXPECT_EQ(worst_case_blocks(p), worst) << experts << " experts, " << tokens << " tokens";
+    }
+  }
+}
+
+void expect_disjoint(std::vector<Region> regions, std::int64_t end) {
+  std::erase_if(regions, [](const Region& r) { return r.num_bytes == 0; });
+  std::sort(regions.begin(), regions.end(), [](const Region& a, const Region& b) { return a.offset < b.offset; });
+  for (std::size_t i = 0; i < regions.size(); ++i) {
+    EXPECT_EQ(regions[i].offset % kRegionAlign, 0);
+    EXPECT_LE(regions[i].offset + regions[i].num_bytes, i + 1 < regions.size() ? regions[i + 1].offset : end);
+  }
+}
+
+TEST(PipelineLayout, RegionsAreAlignedAndDisjoint) {
+  Problem p = legal();
+  p.shared = {256, true};
+  const Plan plan = resolve(p, {.order = TaskOrder::lag, .x_ring_blocks = 20, .hidden_ring_blocks = 30, .backward_ring_blocks = 25});
+  const HeapLayout h = heap_layout(p);
+  expect_disjoint({h.epoch, h.stopped, h.inputs_ready, h.agreement, h.returns_done, h.x_in, h.dy_in, h.routes_sorted,
+                   h.weights_sorted, h.route_begin, h.returns, h.d_weights}, h.num_bytes);
+  const WorkspaceLayout w = workspace_layout(p, plan);
+  const std::vector<Region> tables = {w.row_prefix, w.source_begin, w.expert_block, w.chunk_block, w.chunk_expert,
+                                      w.chunk_after, w.step_ticket, w.ids, w.origins, w.shared_weight, w.pass_count,
+                                      w.counters, w.shared_out};
+  std::vector<Region> forward = tables, backward = tables;
+  forward.insert(forward.end(), {w.x_ring, w.hidden_ring, w.shared_hidden});
+  backward.insert(backward.end(), {w.dy_ring, w.xb_ring, w.dgate_ring, w.dup_ring, w.wa_ring, w.dw_partial, w.wgrad_partial});
+  expect_disjoint(forward, w.num_bytes);
+  expect_disjoint(backward, w.num_bytes);
+}
+
+// Rows times H just over 2^31: virtual sizes, nothing is allocated.
+TEST(PipelineLayout, OffsetsAre64Bit) {
+  Problem p = legal();
+  p.max_tokens = 200'000;
+  p.num_ranks = 8;
+  p.hidden = 7168;
+  p.top_k = 8;
+  const HeapLayout h = heap_layout(p);
+  EXPECT_EQ(h.returns.num_bytes, 200'000ll * 8 * 7168 * 2);
+  EXPECT_GT(h.returns.offset, 1ll << 32);
+  const Plan plan = resolve(p, {});
+  EXPECT_NO_THROW(check(p, plan));
+  const WorkspaceLayout w = workspace_layout(p, plan);
+  EXPECT_EQ(w.x_ring.num_bytes, plan.x_ring_blocks * 128 * 7168 * 2);
+  EXPECT_GT(w.x_ring.num_bytes, 1ll << 37);
+}
+
+TEST(PipelineLayout, MemoryTableAddsUp) {
+  const Problem p = legal();
+  const Plan plan = resolve(p, {});
+  const auto table = buffer_bytes(p, plan);
+  std::int64_t total = 0;
+  for (const auto& b : table) {
+    EXPECT_GT(b.num_bytes, 0) << b.name;
+    if (std::string_view(b.name) == "total") total = b.num_bytes;
+  }
+  EXPECT_EQ(total, heap_layout(p).num_bytes + workspace_layout(p, plan).num_bytes);
+}
+
+TEST(PipelineSignals, WordsOnlyGrow) {
+  std::uint64_t last = 0;
+  for (std::uint64_t epoch = 1; epoch < 100; ++epoch)
+    for (std::uint32_t payload = 0; payload < 3; ++payload) {
+      const std::uint64_t word = make_signal(epoch, payload);
+      EXPECT_GT(word, last);
+      EXPECT_TRUE(reached(word, make_signal(epoch)));
+      EXPECT_FALSE(reached(word, make_signal(epoch + 1)));
+      EXPECT_EQ(epoch_of(word), epoch);
+      EXPECT_EQ(payload_of(word), payload);
+      last = word;
+    }
+  EXPECT_NE(counter_bank(7), counter_bank(8));
+}
+
+}  // namespace
+}  // namespace moxie::pipeline
