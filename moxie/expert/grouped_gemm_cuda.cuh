@@ -1,0 +1,344 @@
+// The GEMM main loop of the expert stage on Hopper (sm_90a): grouped BF16 products C = A * B^T.
+//
+// Rows of A are sorted by expert; each expert starts on a 128-row block of the address space and
+// only its real rows are ever written (rows past them may hold anything, NaN too: a row of C
+// depends on its own row of A alone). One persistent CTA per SM, 384 threads: warp 0 issues tensor
+// copies, warp 1 takes tickets, warps 2-3 are free, two warpgroups multiply 64 x 256 each. A
+// cluster of two CTAs takes two neighbouring row blocks per ticket and shares B by multicast where
+// both belong to one expert. What differs between products comes as policies: Schedule (ticket ->
+// tile), Readiness (may A be loaded?), Epilogue (what becomes of the accumulators). Stand-alone
+// policies: grouped_gemm_schedule_cuda.cuh, grouped_gemm_epilogues_cuda.cuh.
+#pragma once
+
+#include <cuda/ptx>
+
+#include <type_traits>
+
+#include "moxie/device/bounded_wait.cuh"
+#include "moxie/device/cluster.cuh"
+#include "moxie/device/setmaxnreg.cuh"
+#include "moxie/device/wgmma.cuh"
+#include "moxie/expert/grouped_gemm_types_cuda.cuh"
+
+namespace moxie::expert {
+
+// ---- tickets: warp 1 of CTA 0 -> every role of both CTAs ----
+
+// Lane r of CTA 0's ticket warp writes the tile of CTA r into its slot.
+template <int kClusterSize, class Shared>
+__device__ __forceinline__ void post_tile(Shared& shared, uint32_t slot_idx, const Tile& tile,
+                                          uint32_t cta_rank) {
+  if constexpr (kClusterSize == 1) {
+    shared.tickets[slot_idx] = tile;
+    ptx::mbarrier_arrive(&shared.ticket_full[slot_idx]);  // release: the slot, to this CTA's roles
+  } else {
+    const int32_t(&words)[4] = reinterpret_cast<const int32_t(&)[4]>(tile);
+    Tile* slot = device::mapa_generic(&shared.tickets[slot_idx], cta_rank);
+    uint64_t* full = device::mapa_generic(&shared.ticket_full[slot_idx], cta_rank);
+    ptx::st_async(reinterpret_cast<int32_t*>(slot), words, full);
+  }
+}
+
+// Every role of both CTAs reads each slot once. False: gave up, or no more tiles.
+template <int kClusterSize, class Shared>
+__device__ __forceinline__ bool read_tile(Shared& shared, const RingPosition<kNumTicketSlots>& at,
+                                          const device::WaitLimits& limits, Tile& tile) {
+  uint64_t* full = &shared.ticket_full[at.slot_idx()];
+  const device::WaitTarget target{kWaitTicket, at.slot_idx(), at.parity()};
+  // Signalled by CTA 0's ticket warp: by 16 bytes of st.async, or in a CTA of its own by an arrive.
+  // Acquire at cluster scope makes the words that another CTA wrote visible here.
+  const bool posted = kClusterSize == 1
+                          ? device::mbarrier_wait(full, at.parity(), limits, target)
+                          : device::mbarrier_wait_cluster(full, at.parity(), limits, target);
+  if (!posted) return false;
+  tile = shared.tickets[at.slot_idx()];
+  return tile.kind != kNoMoreTiles;
+}
+
+// Arms the slot's barrier for the st.async of its next round. One thread per CTA, when it has read
+// the slot: the next write to it is kNumTicketSlots tiles away.
+template <int kClusterSize, class Shared>
+__device__ __forceinline__ void arm_ticket_slot(Shared& shared, uint32_t slot_idx) {
+  if constexpr (kClusterSize > 1) {
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
+                                   &shared.ticket_full[slot_idx], uint32_t{sizeof(Tile)});
+  }
+}
+
+// ---- loading and ticket warps ----
+
+// One lane: one K block of a tile. False: gave up.
+template <int kClusterSize, class Shared>
+__device__ __forceinline__ bool load_stage(Shared& shared, const GemmOperands& operands,
+                                           const Tile& tile, int32_t k,
+                                           const RingPosition<kNumStages>& stage,
+                                           const device::WaitLimits& limits) {
+  // Signalled by the consumer warps of every CTA that reads what is written here: all have read the
+  // stage's previous contents.
+  if (!device::mbarrier_wait(&shared.stage_empty[stage.slot_idx()], stage.parity() ^ 1, limits,
+                             {kWaitStageEmpty, stage.slot_idx(), stage.parity() ^ 1})) {
+    return false;
+  }
+  uint64_t* full = &shared.stage_full[stage.slot_idx()];
+  bf16* b = shared.b[stage.slot_idx()];
+  constexpr int kHalf = BLOCK_N / 2 * BLOCK_K;
+  const int32_t column = tile.n_tile * operands.n_step;
+  ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
+                                 uint32_t{kStageBytes});
+  ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, shared.a[stage.slot_idx()],
+                            &operands.a, {k, tile.row_begin, 0}, full);
+  if (kClusterSize == 2 && tile.kind == kSharedB) {
+    // Each CTA fetches one half and sends it to both CTAs: to the same addresses, counted by the
+    // barriers of both.
+    const int32_t half = ptx::get_sreg_cluster_ctarank();
+    ptx::cp_async_bulk_tensor(
+        ptx::space_cluster, ptx::space_global, b + half * kHalf, &operands.b[half],
+        {k, column + half * operands.half_offset, tile.expert_idx}, full, uint16_t{3});
+  } else {
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, b, &operands.b[0],
+                              {k, column, tile.expert_idx}, full);
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, b + kHalf, &operands.b[1],
+                              {k, column + operands.half_offset, tile.expert_idx}, full);
+  }
+  return true;
+}
+
+// Warp 0: keeps the stages full, tile by tile.
+template <int kClusterSize, class Params, class Shared>
+__device__ __forceinline__ void load_tiles(const Params& params, Shared& shared) {
+  const bool is_issuer = threadIdx.x % 32 == 0;
+  RingPosition<kNumStages> stage;
+  RingPosition<kNumTicketSlots> slot;
+  Tile tile;
+  bool healthy = true;
+  while (healthy && read_tile<kClusterSize>(shared, slot, params.limits, tile)) {
+    __syncwarp();
+    if (is_issuer) {
+      arm_ticket_slot<kClusterSize>(shared, slot.slot_idx());
+      ptx::mbarrier_arrive(&shared.tile_begun);
+      healthy = params.readiness.wait(tile, params.limits);
+      const GemmOperands& operands = params.operands[tile.product];
+#pragma unroll 1
+      for (int32_t k_block = 0; healthy && k_block < operands.num_k_blocks; ++k_block) {
+        healthy = load_stage<kClusterSize>(shared, operands, tile, k_block * BLOCK_K, stage,
+                                           params.limits);
+        stage.advance();
+      }
+    }
+    healthy = __shfl_sync(~0u, healthy, 0);
+    slot.advance();
+  }
+}
+
+// Warp 1 of CTA 0: takes tickets for both CTAs and posts their tiles, one tile ahead of the loads,
+// so that nobody waits for the counter or for the division of a ticket into a tile. (In the loading
+// warp the same work cost 600 to 1600 cycles per tile.)
+template <int kClusterSize, class Params, class Shared>
+__device__ __forceinline__ void post_tiles(const Params& params, Shared& shared) {
+  const int32_t lane_idx = threadIdx.x % 32;
+  const auto walk = params.schedule.open(shared.schedule);
+  RingPosition<kNumTicketSlots> slot;
+  for (;;) {
+    uint32_t ticket = 0;
+    if (lane_idx == 0) ticket = atomicAdd(&params.tickets->next, 1u);
+    const Tile tile = walk.tile(__shfl_sync(~0u, ticket, 0), lane_idx);
+    if (lane_idx < kClusterSize) post_tile<kClusterSize>(shared, slot.slot_idx(), tile, lane_idx);
+    if (tile.kind == kNoMoreTiles) break;
+    // Signalled by this CTA's loading warp: it has begun the tile just posted.
+    if (!device::mbarrier_wait(&shared.tile_begun, slot.count & 1, params.limits,
+                               {kWaitTileBegun, slot.count, slot.count & 1})) {
+      return;
+    }
+    slot.advance();
+  }
+  if (lane_idx == 0) {
+    // Every cluster adds one after its last ticket; the last one resets both for the next launch,
+    // which the end of the kernel orders after this.
+    const uint32_t num_clusters = gridDim.x / kClusterSize;
+    if (atomicAdd(&params.tickets->num_done, 1u) == num_clusters - 1) {
+      params.tickets->next = 0;
+      params.tickets->num_done = 0;
+    }
+  }
+}
+
+// ---- multiplying warpgroups ----
+
+// Hands a stage back to the producers that write to it: lane r of each warp tells CTA r.
+template <int kClusterSize, class Shared>
+__device__ __forceinline__ void release_stage(Shared& shared, uint32_t slot_idx, int32_t lane_idx,
+                                              uint32_t stage_empty /* [0], of CTA lane_idx */) {
+  if (lane_idx >= kClusterSize) return;
+  if constexpr (kClusterSize == 1) {
+    ptx::mbarrier_arrive(&shared.stage_empty[slot_idx]);
+  } else {
+    device::mbarrier_arrive_cluster(stage_empty +
+                                    slot_idx * static_cast<uint32_t>(sizeof(uint64_t)));
+  }
+}
+
+// Waits for one K block and issues its products: acc (+)= this warpgroup's 64 rows of A times B^T.
+template <class Shared>
+__device__ __forceinline__ bool multiply_stage(float (&acc)[128], Shared& shared,
+                                               const RingPosition<kNumStages>& stage,
+                                               int32_t warpgroup_idx, bool is_first,
+                                               const device::WaitLimits& limits) {
+  // Signalled by the byte counts of the stage's copies: A and B of this K block are in shared
+  // memory.
+  const bool healthy =
+      device::mbarrier_wait(&shared.stage_full[stage.slot_idx()], stage.parity(), limits,
+                            {kWaitStageFull, stage.slot_idx(), stage.parity()});
+  const uint64_t desc_a =
+      device::wgmma_descriptor(shared.a[stage.slot_idx()] + warpgroup_idx * (64 * BLOCK_K));
+  const uint64_t desc_b = device::wgmma_descriptor(shared.b[stage.slot_idx()]);
+  device::wgmma_fence();  // earlier reads of acc come before this product's writes
+#pragma unroll
+  for (int k = 0; k < BLOCK_K / 16; ++k) {
+    device::wgmma_m64n256k16_bf16(acc, desc_a + 2 * k, desc_b + 2 * k, is_first && k == 0 ? 0 : 1);
+  }
+  device::wgmma_commit_group();
+  return healthy;
+}
+
+// A warpgroup whose 64 rows are all padding keeps step with the stages and leaves the tensor cores
+// to the other one.
+template <int kClusterSize, class Shared>
+__device__ __forceinline__ bool skip_tile(Shared& shared, int32_t num_k_blocks,
+                                          RingPosition<kNumStages>& stage, uint32_t stage_empty,
+                                          int32_t lane_idx, const device::WaitLimits& limits) {
+  bool healthy = true;
+#pragma unroll 1
+  for (int32_t k_block = 0; k_block < num_k_blocks; ++k_block) {
+    healthy &= device::mbarrier_wait(&shared.stage_full[stage.slot_idx()], stage.parity(), limits,
+                                     {kWaitStageFull, stage.slot_idx(), stage.parity()});
+    release_stage<kClusterSize>(shared, stage.slot_idx(), lane_idx, stage_empty);
+    stage.advance();
+  }
+  return healthy;
+}
+
+// A consumer warpgroup: 64 rows of every tile. The epilogue is split in two: convert() empties the
+// accumulators at once, into packed registers; store() writes one piece of them later, while the
+// tensor cores work on the next tile. Only the conversion keeps them waiting. A piece is 16
+// registers; the fewer are deferred, the more registers are left for other warps
+// (GemmConfig).
+template <int kClusterSize, class Params, class Shared>
+__device__ __forceinline__ void multiply_tiles(const Params& params, Shared& shared) {
+  const auto& epilogue = params.epilogue;
+  constexpr int kNumDeferred = std::remove_cvref_t<decltype(epilogue)>::kNumDeferred;
+  static_assert(kNumDeferred >= 1 && kNumDeferred <= kMinKBlocks);
+  const int32_t lane_idx = threadIdx.x % 32;
+  const int32_t consumer_warp_idx = __shfl_sync(~0u, static_cast<int32_t>(threadIdx.x / 32) - 4, 0);
+  const int32_t warpgroup_idx = consumer_warp_idx / 4;
+  const uint32_t stage_empty =
+      kClusterSize == 1 ? 0 : device::mapa(shared.stage_empty, lane_idx % kClusterSize);
+  const EpilogueWarp warp{shared.staging[consumer_warp_idx][0], consumer_warp_idx * 16, lane_idx};
+
+  RingPosition<kNumStages> stage;
+  RingPosition<kNumTicketSlots> slot;
+  uint32_t packed[kNumDeferred][16];
+  Tile packed_tile{};  // whose results `packed` holds; without rows: none
+  Tile tile;
+  bool healthy = read_tile<kClusterSize>(shared, slot, params.limits, tile);
+  while (healthy) {
+    slot.advance();
+    const int32_t num_k_blocks = params.operands[tile.product].num_k_blocks;
+    if (tile.num_rows <= warpgroup_idx * 64) {
+      healthy = skip_tile<kClusterSize>(shared, num_k_blocks, stage, stage_empty, lane_idx,
+                                        params.limits) &&
+                read_tile<kClusterSize>(shared, slot, params.limits, tile);
+      continue;
+    }
+    const auto prepared = epilogue.prepare(tile, warp);
+    float acc[128];
+#pragma unroll
+    for (int piece = 0; piece < kNumDeferred; ++piece) {  // K blocks beside which a piece is stored
+      healthy &= multiply_stage(acc, shared, stage, warpgroup_idx, piece == 0, params.limits);
+      if (piece > 0) {
+        device::wgmma_wait_group<1>();  // the previous K block has been read
+        release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
+      }
+      stage.advance();
+      epilogue.store(packed[piece], piece, packed_tile, warp);
+    }
+#pragma unroll 1
+    for (int32_t k_block = kNumDeferred; k_block < num_k_blocks; ++k_block) {
+      healthy &= multiply_stage(acc, shared, stage, warpgroup_idx, false, params.limits);
+      device::wgmma_wait_group<1>();
+      release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
+      stage.advance();
+    }
+    packed_tile = tile;
+    if (!healthy) packed_tile.num_rows = 0;  // what was waited for in vain is not stored
+    healthy &= read_tile<kClusterSize>(shared, slot, params.limits, tile);
+    device::wgmma_wait_group<0>();
+    release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
+    epilogue.convert(acc, prepared, packed_tile, warp, packed);
+  }
+#pragma unroll
+  for (int piece = 0; piece < kNumDeferred; ++piece) {
+    epilogue.store(packed[piece], piece, packed_tile, warp);
+  }
+  epilogue.drain(warp);
+}
+
+// ---- kernel ----
+
+template <int kClusterSize, class Shared>
+__device__ __forceinline__ void initialise_barriers(Shared& shared) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kNumStages; ++i) {
+      ptx::mbarrier_init(&shared.stage_full[i], 1);  // the producer lane, plus the copies' bytes
+      ptx::mbarrier_init(&shared.stage_empty[i], kNumConsumerWarps * kClusterSize);
+    }
+    ptx::mbarrier_init(&shared.tile_begun, 1);
+    for (int i = 0; i < kNumTicketSlots; ++i) {
+      ptx::mbarrier_init(&shared.ticket_full[i], 1);
+      arm_ticket_slot<kClusterSize>(shared, i);
+    }
+    // The initialised barriers, to the copy engine and to the other CTA's arrives.
+    ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+  }
+}
+
+// Every thread of the cluster: nobody goes on, or leaves, before all have come.
+template <int kClusterSize>
+__device__ __forceinline__ void sync_cluster() {
+  if constexpr (kClusterSize == 1) {
+    __syncthreads();
+  } else {
+    ptx::barrier_cluster_arrive(ptx::sem_release);
+    ptx::barrier_cluster_wait(ptx::sem_acquire);
+  }
+}
+
+template <int kClusterSize>
+__device__ __forceinline__ bool is_first_cta() {
+  return kClusterSize == 1 || ptx::get_sreg_cluster_ctarank() == 0;
+}
+
+template <class Config, class Schedule, class Readiness, class Epilogue, int kNumProducts>
+__global__ void __launch_bounds__(kNumThreads, 1) grouped_gemm_kernel(
+    const __grid_constant__ GemmParams<Schedule, Readiness, Epilogue, kNumProducts> params) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<GemmShared<Schedule>*>(shared_bytes);
+  static_assert(sizeof(shared) <= 227 * 1024);
+
+  constexpr int kClusterSize = Config::kClusterSize;
+  initialise_barriers<kClusterSize>(shared);
+  sync_cluster<kClusterSize>();
+  if (threadIdx.x < 128) {
+    device::setmaxnreg_dec<Config::kProducerRegisters>();
+    if (threadIdx.x < 32) {
+      load_tiles<kClusterSize>(params, shared);
+    } else if (threadIdx.x < 64 && is_first_cta<kClusterSize>()) {
+      post_tiles<kClusterSize>(params, shared);
+    }
+  } else {
+    device::setmaxnreg_inc<Config::kConsumerRegisters>();
+    multiply_tiles<kClusterSize>(params, shared);
+  }
+  sync_cluster<kClusterSize>();  // no CTA leaves while its partner may still write to its memory
+}
+
+}  // namespace moxie::expert

@@ -1,0 +1,117 @@
+// The words of the grouped GEMM kernel: block sizes, tile, operands, shared memory, parameters.
+#pragma once
+
+#include <cuda.h>
+
+#include <cuda/ptx>
+
+#include "moxie/core/dtype.h"
+#include "moxie/device/bounded_wait.cuh"
+
+namespace moxie::expert {
+
+namespace ptx = cuda::ptx;
+
+inline constexpr int BLOCK_M = 128;
+inline constexpr int BLOCK_N = 256;  // two halves of 128 columns, each with its own tensor map
+inline constexpr int BLOCK_K = 64;   // one 128-byte swizzle row
+inline constexpr int kNumStages = 4;
+inline constexpr int kNumThreads = 384;
+inline constexpr int kNumConsumerWarps = 8;
+// The pieces of a tile are stored beside the next tile's first K blocks: there must be enough.
+inline constexpr int kMinKBlocks = 4;
+// A tile has at least as many K blocks as there are stages, so a producer is at most one tile ahead
+// of the slowest consumer, and posts one more: three slots are in use, none is overwritten before
+// it was read.
+inline constexpr int kNumTicketSlots = 4;
+static_assert(kMinKBlocks >= kNumStages);
+inline constexpr uint32_t kStageBytes = (BLOCK_M + BLOCK_N) * BLOCK_K * sizeof(bf16);
+
+// What is fixed when a kernel is built. Registers: 128 * producer + 256 * consumer <= 384 * 168.
+// A type, not a value: nvcc 13.0 cannot launch kernels with a class-type template value.
+template <int kCtas, int kProducer = 40, int kConsumer = 232>
+struct GemmConfig {
+  static constexpr int kClusterSize = kCtas;
+  static constexpr int kProducerRegisters = kProducer;
+  static constexpr int kConsumerRegisters = kConsumer;
+  static_assert(128 * kProducer + 256 * kConsumer <= kNumThreads * 168);
+};
+
+// One output tile of one CTA, as the ticket warp hands it to the other roles (16 bytes, one
+// st.async).
+struct alignas(16) Tile {
+  int32_t row_begin;   // first row of A and C, a multiple of 64
+  int32_t n_tile;      // which group of columns of C
+  int32_t expert_idx;  // which matrix of B
+  uint16_t num_rows;   // real rows; 0 (partner of an odd last block): nothing is written
+  uint8_t product;     // which of the kernel's operand sets
+  uint8_t kind;        // TileKind
+};
+enum TileKind : uint8_t { kNoMoreTiles = 0, kOwnB = 1, kSharedB = 2 };
+
+// What one product reads. The two halves of a tile's B are separate matrices for gate/up,
+// neighbouring column groups of one matrix otherwise.
+struct GemmOperands {
+  CUtensorMap a;         // [rows, K], box 128 x 64
+  CUtensorMap b[2];      // [E, N, K], box 128 x 64, for each half
+  int32_t num_k_blocks;  // ceil(K / BLOCK_K), at least kMinKBlocks; what is past K reads as zero
+  int32_t n_step;        // columns of B from one n_tile to the next
+  int32_t half_offset;   // columns of B from half 0 to half 1 of a tile
+};
+
+struct TicketCounter {
+  uint32_t next;  // next ticket; both are 0 between launches: the last CTA to leave resets them
+  uint32_t num_done;
+};
+
+enum WaitSite : uint32_t {
+  kWaitStageFull = 1,
+  kWaitStageEmpty,
+  kWaitTicket,
+  kWaitTileBegun,
+  kWaitReadiness
+};
+
+template <class Schedule>
+struct alignas(1024) GemmShared {
+  bf16 a[kNumStages][BLOCK_M * BLOCK_K];
+  bf16 b[kNumStages][BLOCK_N * BLOCK_K];
+  bf16 staging[kNumConsumerWarps][2][16 * 64];  // epilogue: two 16 x 64 pieces per warp
+  uint64_t stage_full[kNumStages];
+  uint64_t stage_empty[kNumStages];
+  uint64_t ticket_full[kNumTicketSlots];
+  uint64_t tile_begun;
+  Tile tickets[kNumTicketSlots];
+  typename Schedule::Shared schedule;
+};
+
+template <class Schedule, class Readiness, class Epilogue, int kNumProducts>
+struct GemmParams {
+  GemmOperands operands[kNumProducts];
+  Epilogue epilogue;
+  Schedule schedule;
+  Readiness readiness;
+  TicketCounter* tickets;
+  device::WaitLimits limits;
+};
+
+// A place in a ring of slots that is walked round and round (one register).
+template <int kNumSlots>
+struct RingPosition {
+  uint32_t count = 0;
+  __device__ __forceinline__ uint32_t slot_idx() const { return count % kNumSlots; }
+  __device__ __forceinline__ uint32_t previous_slot_idx() const {
+    return (count + kNumSlots - 1) % kNumSlots;
+  }
+  __device__ __forceinline__ uint32_t parity() const { return count / kNumSlots & 1; }
+  __device__ __forceinline__ void advance() { ++count; }
+};
+
+// What an epilogue needs to know of the warp it runs in.
+struct EpilogueWarp {
+  bf16* staging;     // [2][16 * 64], this warp's own
+  int32_t warp_row;  // first of the warp's 16 rows within the tile
+  int32_t lane_idx;
+};
+
+}  // namespace moxie::expert

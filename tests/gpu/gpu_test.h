@@ -1,0 +1,59 @@
+// What the GPU tests share: skipping honestly without a GPU, device buffers, poison.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <utility>
+#include <vector>
+
+namespace moxie::testing {
+
+inline bool has_hopper_gpu() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) return false;
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
+  return major == 9;
+}
+
+#define MOXIE_NEEDS_GPU()                  \
+  if (!::moxie::testing::has_hopper_gpu()) \
+  GTEST_SKIP() << "no GPU of compute capability 9.0: nothing was tested"
+
+#define MOXIE_CUDA(call) \
+  ASSERT_EQ(cudaSuccess, (call)) << #call << ": " << cudaGetErrorString(cudaGetLastError())
+
+// Device memory of a test; every byte is 0xFF (a NaN in every type) until it is written.
+template <class T>
+class DeviceBuffer {
+ public:
+  explicit DeviceBuffer(size_t count) : count_(count) {
+    if (cudaMalloc(&data_, bytes() + 16) != cudaSuccess) data_ = nullptr;
+    poison();
+  }
+  explicit DeviceBuffer(const std::vector<T>& values) : DeviceBuffer(values.size()) {
+    cudaMemcpy(data_, values.data(), bytes(), cudaMemcpyHostToDevice);
+  }
+  ~DeviceBuffer() { cudaFree(data_); }
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+
+  void poison() { cudaMemset(data_, 0xFF, bytes() + 16); }
+  T* get() const { return data_; }
+  size_t size() const { return count_; }
+  size_t bytes() const { return count_ * sizeof(T); }
+  std::vector<T> to_host() const {
+    std::vector<T> values(count_);
+    cudaMemcpy(values.data(), data_, bytes(), cudaMemcpyDeviceToHost);
+    return values;
+  }
+
+ private:
+  T* data_ = nullptr;
+  size_t count_;
+};
+
+}  // namespace moxie::testing
