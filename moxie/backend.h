@@ -14,7 +14,7 @@ namespace moxie {
 
 struct ContextState {
   virtual ~ContextState() = default;
-  const void* owner = nullptr;  // the BackendLayer that made it
+  std::uint64_t layer_id = 0;   // of the BackendLayer that made it
   bool filled = false;          // a forward pass has completed into it
   std::vector<std::int64_t> num_tokens;  // [R] of that pass
   std::int64_t num_bytes = 0;   // over all ranks
@@ -22,6 +22,7 @@ struct ContextState {
 
 class BackendLayer {
  public:
+  BackendLayer() : id(next_id()) {}
   virtual ~BackendLayer() = default;
   virtual std::unique_ptr<ContextState> make_context() = 0;
   // context == nullptr: save nothing. Inputs were checked by the caller.
@@ -29,6 +30,14 @@ class BackendLayer {
                        ContextState* context, trace::Trace* trace) = 0;
   virtual void backward(const ContextState& context, std::span<const BackwardInput> inputs,
                         std::span<const BackwardOutput> outputs, trace::Trace* trace) = 0;
+
+  const std::uint64_t id;  // never used twice in a process: a context outlives its layer without mistaking another for it
+
+ private:
+  static std::uint64_t next_id() {
+    static std::atomic<std::uint64_t> last{0};
+    return ++last;
+  }
 };
 
 class Backend {
@@ -43,10 +52,13 @@ class Backend {
   virtual void set_timeout(double seconds) = 0;
   virtual void set_faults(const FaultInjection& faults) = 0;
   virtual std::string describe_gemm() const = 0;
+  virtual void set_stream(void*) {}  // for backends whose passes are asynchronous, as the next one
+  virtual void synchronize() {}
 
   std::atomic<bool> pass_running{false};
 };
 
 std::unique_ptr<Backend> make_cpu_backend(const WorldOptions& options);
+std::unique_ptr<Backend> make_cuda_backend(const WorldOptions& options, const CudaOptions& cuda);  // with MOXIE_HAS_CUDA
 
 }  // namespace moxie

@@ -145,15 +145,28 @@ World::World(World&&) noexcept = default;
 World& World::operator=(World&&) noexcept = default;
 World::~World() = default;
 
-World World::cpu(const WorldOptions& options) {
-  if (options.num_ranks < 1 || options.num_ranks > 1024) {
-    fail(fmt::format("num_ranks of a CPU world is {}, must be between 1 and 1024; nearest legal value {}", options.num_ranks,
-                     options.num_ranks < 1 ? 1 : 1024));
+// How many ranks a world of this kind can have, and how long it waits.
+static void check_world(const char* kind, const WorldOptions& options, std::int64_t max_ranks) {
+  if (options.num_ranks < 1 || options.num_ranks > max_ranks) {
+    fail(fmt::format("num_ranks of a {} world is {}, must be between 1 and {}; nearest legal value {}", kind,
+                     options.num_ranks, max_ranks, options.num_ranks < 1 ? 1 : max_ranks));
   }
   if (!(options.timeout_s >= 0)) {
     fail(fmt::format("timeout_s is {}, must be 0 (unbounded) or positive; nearest legal value 0", options.timeout_s));
   }
+}
+World World::cpu(const WorldOptions& options) {
+  check_world("CPU", options, 1024);
   return World(make_cpu_backend(options));
+}
+World World::cuda(const WorldOptions& options, [[maybe_unused]] const CudaOptions& cuda) {
+  check_world("CUDA", options, 64);
+#if MOXIE_HAS_CUDA
+  return World(make_cuda_backend(options, cuda));
+#else
+  throw Error(ErrorCode::unavailable,
+              "World::cuda was called on a build without CUDA; configure with -DMOXIE_CUDA=ON (preset cuda) or use World::cpu");
+#endif
 }
 std::int64_t World::num_ranks() const { return backend_->num_ranks(); }
 bool World::stopped() const { return backend_->stopped(); }
@@ -163,6 +176,8 @@ void World::set_timeout(double seconds) {
   backend_->set_timeout(seconds);
 }
 void World::set_faults(const FaultInjection& faults) { backend_->set_faults(faults); }
+void World::set_stream(void* stream) { backend_->set_stream(stream); }
+void World::synchronize() { backend_->synchronize(); }
 std::string World::describe_gemm() const { return backend_->describe_gemm(); }
 
 Context::Context(std::unique_ptr<ContextState> state) : state_(std::move(state)) {}
@@ -199,7 +214,7 @@ struct Layer::State {
                 fmt::format("{} was called on a World whose last pass timed out; call World::reset() first", what));
   }
   void check_context(const ContextState& context, const char* what) const {
-    if (context.owner != impl.get()) {
+    if (context.layer_id != impl->id) {
       fail(fmt::format("context given to {} belongs to another layer, must come from this layer", what));
     }
   }
@@ -295,7 +310,7 @@ const Plan& Layer::plan() const { return state_->plan; }
 
 Context Layer::make_context() const {
   auto context = state_->impl->make_context();
-  context->owner = state_->impl.get();
+  context->layer_id = state_->impl->id;
   return Context(std::move(context));
 }
 

@@ -42,19 +42,22 @@ void run_fc1(Worker<T>& w, const Task& task) {
   const BlockId b = task.block;
   const bool shared = r.shared(b);
   if (!shared) wait_rows_ready(w, b);
-  const std::int64_t width = r.intermediate(shared), rows = r.table.rows(b);
-  const Range cols = pipeline::tile_range(task.tile, pipeline::kFc1TileCols, width);
-  const auto weight_of = [&](std::int64_t i) { return r.row_weight(b, i); };
-  w.traced(trace::Kind::fc1, b.v, task.tile, shared, [&] {
-    const auto m = r.matrices(shared, shared ? 0 : r.table.expert(b).v);
-    expert::fc1_accumulate<T>(r.gemm, m, {r.x_rows(b), m.hidden}, rows, cols, w.scratch());
-  });
+  // A GPU waits for the hidden slot as late as its epilogue; here nothing is lost by waiting before the product.
   const BlockId holder{b.v - r.plan().hidden_ring_blocks};
   if (!shared && holder.v >= r.table.shared_blocks) {
     w.wait_counter(r.shape.counters.fc2_done + holder.v, r.forward.fc2_tiles, WaitFor::hidden_free, holder.v);
   }
-  expert::fc1_epilogue<T>(r.problem().activation, w.scratch(), rows, cols, width, weight_of, r.hidden_rows(b));
-  if (T* z = r.z_rows(r.fill, b)) expert::store_z<T>(w.scratch(), rows, cols.size(), expert::saved_z_tile(z, width, cols));
+  const std::int64_t width = r.intermediate(shared), rows = r.table.rows(b);
+  const Range cols = pipeline::tile_range(task.tile, pipeline::kFc1TileCols, width);
+  w.traced(trace::Kind::fc1, b.v, task.tile, shared, [&] {
+    const auto m = r.matrices(shared, shared ? 0 : r.table.expert(b).v);
+    expert::fc1_accumulate<T>(r.gemm, m, {r.x_rows(b), m.hidden}, rows, cols, w.scratch());
+    expert::fc1_epilogue<T>(r.problem().activation, w.scratch(), rows, cols, width,
+                            [&](std::int64_t i) { return r.row_weight(b, i); }, r.hidden_rows(b));
+    if (T* z = r.z_rows(r.fill, b)) {
+      expert::store_z<T>(w.scratch(), rows, cols.size(), expert::saved_z_tile(z, width, cols));
+    }
+  });
   w.add(r.shape.counters.fc1_done + b.v, 1);
 }
 

@@ -92,6 +92,15 @@ void check(const Problem& problem, const Plan& p) {
   check_between("saved_rows", p.saved_rows, 0, p.capacity_rows, "at most the capacity");
 
   const std::int64_t routed = p.capacity_rows / kBlockRows, blocks = all_blocks(problem, p);
+  // Tickets are claimed from 32-bit counters. The most numerous stream is the backward one.
+  const std::int64_t wide = extents(problem, p).wide_intermediate;
+  const std::int64_t tickets = blocks * (num_fc1_tiles(wide) + num_fc2_tiles(problem.hidden)) +
+                               extents(problem, p).chunks * 3 * num_wgrad_tiles(wide, problem.hidden);
+  if (tickets > INT32_MAX) {
+    fail(fmt::format("plan.capacity_rows {} makes up to {} tasks per pass, must be at most {}; nearest legal capacity_rows {}",
+                     p.capacity_rows, tickets, INT32_MAX,
+                     std::max(kBlockRows, routed * INT32_MAX / tickets * kBlockRows)));
+  }
   check_between("x_ring_blocks", p.x_ring_blocks, std::min(routed, min_x_ring_blocks(p.band_blocks, p.minibatch_blocks)),
                 routed, "band_blocks + minibatch_blocks - 1 up to the capacity in blocks, or a wait could be for a later ticket");
   check_between("hidden_ring_blocks", p.hidden_ring_blocks,
