@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "moxie/core/error.h"
+#include "moxie/core/host_gemm.h"
 #include "moxie/core/problem.h"
 #include "moxie/core/tensor.h"
 #include "moxie/pipeline/plan.h"
@@ -65,13 +66,6 @@ struct BackwardOutput {
   WeightGrads grads = {};
 };
 
-// What the host GEMM tiles run on.
-enum class HostGemm : std::int32_t {
-  automatic,  // oneDNN if built in and its rows pass the self-check, else plain
-  onednn,
-  plain,      // plain loops: slow, and what the thread sanitizer can see into
-};
-
 // Faults a test can inject into the CPU backend. The defaults inject nothing.
 struct FaultInjection {
   std::uint64_t shuffle_seed = 0;    // != 0: seeded random yields and delays before every protocol step
@@ -83,6 +77,7 @@ struct FaultInjection {
   Role kill_role = Role::compute;
   std::int32_t kill_worker = 0;
   std::int32_t kill_after_steps = 0; // ... after so many protocol steps
+  std::int32_t back_to_back = 1;     // CPU: passes per call; no rank waits for another between them
 };
 
 struct WorldOptions {
@@ -93,12 +88,21 @@ struct WorldOptions {
   FaultInjection faults = {};
 };
 
+// Where the ranks of a CUDA world run.
+struct CudaOptions {
+  std::vector<int> devices;      // one per rank; a device named twice holds virtual ranks. Empty: rank r on device r mod count
+  std::int32_t reserve_sms = 0;  // SMs of each GPU left to other kernels
+  std::int32_t cluster_size = 0; // 2: pairs of CTAs share weights (slabs order), 1: none; 0: by rows per expert
+};
+
 class Backend;
 
 // The ranks that can see each other's memory. Move-only; outlives its layers. One pass at a time.
 class World {
  public:
   static World cpu(const WorldOptions& options);
+  // One kernel per GPU and pass. Tensors are device pointers; passes are enqueued and return at once.
+  static World cuda(const WorldOptions& options, const CudaOptions& cuda = {});
   World(World&&) noexcept;
   World& operator=(World&&) noexcept;
   ~World();
@@ -108,6 +112,10 @@ class World {
   void reset();          // clears signals and counters; legal whenever no pass runs
   void set_timeout(double seconds);
   void set_faults(const FaultInjection& faults);
+  // CUDA: the cudaStream_t of rank 0's GPU that passes are ordered on; the other GPUs follow it. CPU: no effect.
+  void set_stream(void* stream);
+  // Waits for the passes enqueued and throws the Error of the last one. CPU passes have thrown theirs already.
+  void synchronize();
   std::string describe_gemm() const;  // "oneDNN 2.6.3, row quantum 16", "plain loops"
   Backend& backend() { return *backend_; }
 

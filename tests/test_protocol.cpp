@@ -111,6 +111,30 @@ TEST_P(Protocol, ShuffledPassesGiveTheSameBits) {
   }
 }
 
+// Passes back to back: no rank waits for another between them, and each overwrites its inputs the moment it leaves a
+// pass. One rank is late in all of them, so the others are a pass ahead of it all the time. That is the proof of
+// docs/protocol.md that leaving needs no barrier, put to the test.
+TEST(ProtocolBackToBack, RanksMayBeAPassAhead) {
+  const Problem p = small_problem(4, 9, 2);
+  const LayerCase c({p, {3, 40, 0, 21}, Routing::uniform}, test_seed());
+  WorldOptions options = world_options(4);
+  options.gemm = HostGemm::plain;
+  World world = make_world(options);
+  Layer layer(world, p, tight(lag_plan(1, 1, 2, 2), p));
+  const PassOutputs want = run_pass(layer, c);
+  for (std::int32_t late = 0; late < 4; ++late) {
+    FaultInjection faults;
+    faults.poison_workspace = true;
+    faults.shuffle_seed = test_seed() + static_cast<std::uint64_t>(late);
+    faults.max_delay_us = 100;
+    faults.late_rank = late;
+    faults.late_ms = 1;
+    faults.back_to_back = static_cast<std::int32_t>(num_passes(50));
+    world.set_faults(faults);
+    ASSERT_TRUE(same_bits(want, run_pass(layer, c))) << "rank " << late << " late";
+  }
+}
+
 // Two layers take turns on one heap with different shapes: a rank that is early in one must not
 // disturb a rank that is late in the other.
 TEST(ProtocolTurns, TwoLayersAlternateUnderShuffles) {

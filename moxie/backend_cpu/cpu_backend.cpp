@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <barrier>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -82,6 +83,35 @@ void worker_main(RankPass<T>& rank, Role role, std::int32_t idx, std::byte* scra
   }
 }
 
+// The passes of one rank: one, or several back to back. Only the rank's own workers meet between two of them, as the
+// CTAs of one GPU meet at the end of a launch; other ranks may be a pass ahead or behind.
+template <class T>
+struct RankRun {
+  std::vector<std::unique_ptr<RankPass<T>>> passes;
+  std::unique_ptr<std::barrier<>> between;
+};
+
+// Fault injection: what the rank will stage next becomes 0xFF as soon as it has left a pass. A peer that still read it
+// would show.
+template <class T>
+void poison_inputs(const RankPass<T>& r) {
+  const pipeline::HeapLayout& h = r.shape.heap;
+  for (const pipeline::Region& region : {h.x_in, h.dy_in, h.routes_sorted, h.weights_sorted}) {
+    std::memset(r.template heap<std::byte>(region), 0xFF, static_cast<std::size_t>(region.num_bytes));
+  }
+}
+
+template <class T>
+void run_passes(const RankRun<T>& run, Role role, std::int32_t idx, std::byte* scratch, std::vector<trace::Event>* events) {
+  for (const auto& pass : run.passes) {
+    worker_main(*pass, role, idx, scratch, events);
+    run.between->arrive_and_wait();
+    if (pass->watch.stopped || pass->verdict != Verdict::go) return;
+    if (role == Role::comm && idx == 0 && pass->faults.poison_workspace) poison_inputs(*pass);
+    run.between->arrive_and_wait();
+  }
+}
+
 class CpuBackend;
 
 class CpuLayer final : public BackendLayer {
@@ -101,7 +131,7 @@ class CpuLayer final : public BackendLayer {
   template <class T>
   void run(Direction direction, const std::function<void(RankPass<T>&)>& bind, trace::Trace* trace);
   template <class T>
-  void throw_if_failed(const std::vector<std::unique_ptr<RankPass<T>>>& ranks);
+  void throw_if_failed(const std::vector<RankRun<T>>& runs);
   void poison(CpuContext* fill);
   void clear_counters();
 
@@ -226,7 +256,14 @@ void CpuLayer::poison(CpuContext* fill) {
 }
 
 template <class T>
-void CpuLayer::throw_if_failed(const std::vector<std::unique_ptr<RankPass<T>>>& ranks) {
+void CpuLayer::throw_if_failed(const std::vector<RankRun<T>>& runs) {
+  std::vector<const RankPass<T>*> ranks;  // each rank's pass that failed, else its last
+  for (const RankRun<T>& run : runs) {
+    const auto failed = std::find_if(run.passes.begin(), run.passes.end(), [](const auto& pass) {
+      return pass->watch.stopped || pass->verdict != Verdict::go;
+    });
+    ranks.push_back(failed != run.passes.end() ? failed->get() : run.passes.back().get());
+  }
   std::vector<WaitRecord> waits;
   for (const auto& r : ranks) {
     if (r->watch.record) waits.push_back(*r->watch.record);
@@ -264,26 +301,30 @@ void CpuLayer::run(Direction direction, const std::function<void(RankPass<T>&)>&
   const Plan& plan = shape_.plan;
   if (generation_ != backend_.generation()) clear_counters();
   const auto begin = Clock::now();
-  std::vector<std::unique_ptr<RankPass<T>>> ranks;
-  for (std::int64_t i = 0; i < p.num_ranks; ++i) {
-    auto r = std::unique_ptr<RankPass<T>>(new RankPass<T>{shape_, direction, RankId{i}, backend_.peers(),
-                                                          workspaces_[static_cast<std::size_t>(i)].get(), backend_.gemm(),
-                                                          backend_.options().faults, 0, 0, begin});
-    r->watch.timeout_s = backend_.options().timeout_s;
-    r->epoch = *r->template heap<std::uint64_t>(shape_.heap.epoch) + 1;
-    r->pass_count = *r->template ws<std::uint64_t>(shape_.workspace.pass_count);
-    bind(*r);
-    ranks.push_back(std::move(r));
-  }
   const auto workers = static_cast<std::size_t>(workers_per_rank());
-  std::vector<std::vector<trace::Event>> events(ranks.size() * workers);
+  const int num_passes = std::max(1, backend_.options().faults.back_to_back);
+  std::vector<RankRun<T>> runs(static_cast<std::size_t>(p.num_ranks));
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    const RankId me{static_cast<std::int64_t>(i)};
+    runs[i].between = std::make_unique<std::barrier<>>(static_cast<std::ptrdiff_t>(workers));
+    for (int k = 0; k < num_passes; ++k) {
+      auto r = std::unique_ptr<RankPass<T>>(new RankPass<T>{shape_, direction, me, backend_.peers(), workspaces_[i].get(),
+                                                            backend_.gemm(), backend_.options().faults, 0, 0, begin});
+      r->watch.timeout_s = backend_.options().timeout_s;
+      r->epoch = *r->template heap<std::uint64_t>(shape_.heap.epoch) + 1 + static_cast<std::uint64_t>(k);
+      r->pass_count = *r->template ws<std::uint64_t>(shape_.workspace.pass_count) + static_cast<std::uint64_t>(k);
+      bind(*r);
+      runs[i].passes.push_back(std::move(r));
+    }
+  }
+  std::vector<std::vector<trace::Event>> events(runs.size() * workers);
   {
     std::vector<std::jthread> threads;
-    for (std::size_t i = 0; i < ranks.size(); ++i) {
+    for (std::size_t i = 0; i < runs.size(); ++i) {
       for (std::size_t k = 0; k < workers; ++k) {
         const bool comm = k < static_cast<std::size_t>(plan.comm_workers);
         const auto idx = static_cast<std::int32_t>(comm ? k : k - static_cast<std::size_t>(plan.comm_workers));
-        threads.emplace_back(worker_main<T>, std::ref(*ranks[i]), comm ? Role::comm : Role::compute, idx,
+        threads.emplace_back(run_passes<T>, std::cref(runs[i]), comm ? Role::comm : Role::compute, idx,
                              scratch(static_cast<std::int64_t>(i), static_cast<std::int64_t>(k)),
                              trace != nullptr ? &events[i * workers + k] : nullptr);
       }
@@ -298,7 +339,7 @@ void CpuLayer::run(Direction direction, const std::function<void(RankPass<T>&)>&
     trace->events.clear();
     for (const auto& e : events) trace->events.insert(trace->events.end(), e.begin(), e.end());
   }
-  throw_if_failed(ranks);
+  throw_if_failed(runs);
 }
 
 template <class T>

@@ -6,7 +6,8 @@
 #include <cstdint>
 #include <string>
 
-#include "moxie/moxie.h"
+#include "moxie/core/error.h"
+#include "moxie/core/host_gemm.h"
 
 namespace moxie::expert {
 
