@@ -1,7 +1,8 @@
-// Is the CPU twin's pipeline worth its GEMM library? One benchmark per storage type: a whole forward pass, and, in the
-// same iteration, the same FLOPs as bare GEMM tiles of the same sizes through the same library on the same cores.
-// Counters: layer_GFLOPs, gemm_GFLOPs (medians over iterations) and ratio = layer / gemm (median of the pairs).
-// The pass's output is checked to be finite and non-zero before anything is timed.
+// Is the CPU twin's pipeline worth its GEMM library? One benchmark per storage type: a whole
+// forward pass, and, in the same iteration, the same FLOPs as bare GEMM tiles of the same sizes
+// through the same library on the same cores. Counters: layer_GFLOPs, gemm_GFLOPs (medians over
+// iterations) and ratio = layer / gemm (median of the pairs). The pass's output is checked to be
+// finite and non-zero before anything is timed.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
@@ -21,7 +22,9 @@ namespace {
 using moxie::Problem;
 using Clock = std::chrono::steady_clock;
 
-double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
 
 double median(std::vector<double> v) {
   std::nth_element(v.begin(), v.begin() + static_cast<std::ptrdiff_t>(v.size() / 2), v.end());
@@ -35,7 +38,8 @@ struct RankData {
   std::vector<std::int32_t> ids;
   std::vector<float> weights;
   RankData(const Problem& p, std::int64_t rank, std::mt19937_64& rng) {
-    const std::int64_t e = moxie::num_local_experts(p.num_experts, p.num_ranks, moxie::RankId{rank});
+    const std::int64_t e =
+        moxie::num_local_experts(p.num_experts, p.num_ranks, moxie::RankId{rank});
     std::normal_distribution<float> normal;
     auto fill = [&](std::vector<T>& v, std::int64_t n, float scale) {
       v.resize(static_cast<std::size_t>(n));
@@ -58,11 +62,15 @@ struct RankData {
   }
 };
 
-// The FLOPs of `rows` rows as bare tiles, on `threads` threads. Operands cycle through buffers larger than L2.
+// The FLOPs of `rows` rows as bare tiles, on `threads` threads. Operands cycle through buffers
+// larger than L2.
 class TileGemms {
  public:
   TileGemms(const Problem& p, std::int64_t rows)
-      : p_(p), engine_(moxie::HostGemm::automatic), blocks_(rows / moxie::pipeline::kBlockRows), a_(kBuffers * 128 * 1024, 0.5f),
+      : p_(p),
+        engine_(moxie::HostGemm::automatic),
+        blocks_(rows / moxie::pipeline::kBlockRows),
+        a_(kBuffers * 128 * 1024, 0.5f),
         b_(kBuffers * 256 * 1024, 0.25f) {}
 
   void run(std::int64_t threads) const {
@@ -84,13 +92,16 @@ class TileGemms {
       });
     }
   }
-  double flops() const { return 6.0 * static_cast<double>(blocks_ * 128 * p_.hidden * p_.intermediate); }
+  double flops() const {
+    return 6.0 * static_cast<double>(blocks_ * 128 * p_.hidden * p_.intermediate);
+  }
 
  private:
   static constexpr std::int64_t kBuffers = 8;
   void tile(std::int64_t i, std::int64_t n, std::int64_t k, std::vector<float>& c) const {
-    engine_(moxie::expert::Trans::no, moxie::expert::Trans::yes, 128, n, k, a_.data() + i % kBuffers * 128 * 1024, k,
-            b_.data() + i % kBuffers * 256 * 1024, k, false, c.data(), n);
+    engine_(moxie::expert::Trans::no, moxie::expert::Trans::yes, 128, n, k,
+            a_.data() + i % kBuffers * 128 * 1024, k, b_.data() + i % kBuffers * 256 * 1024, k,
+            false, c.data(), n);
   }
   Problem p_;
   moxie::expert::HostGemmEngine engine_;
@@ -100,7 +111,12 @@ class TileGemms {
 
 template <class T>
 void BM_LayerForward(benchmark::State& state) {
-  const Problem p{.num_ranks = 4, .max_tokens = 512, .hidden = 1024, .intermediate = 1024, .num_experts = 32, .top_k = 4,
+  const Problem p{.num_ranks = 4,
+                  .max_tokens = 512,
+                  .hidden = 1024,
+                  .intermediate = 1024,
+                  .num_experts = 32,
+                  .top_k = 4,
                   .dtype = moxie::dtype_of<T>()};
   const std::int64_t rows = p.num_ranks * p.max_tokens * p.top_k;
   moxie::World world = moxie::World::cpu({.num_ranks = p.num_ranks});
@@ -127,7 +143,8 @@ void BM_LayerForward(benchmark::State& state) {
   for (const auto& d : data) {
     for (const T v : d.y) norm += std::abs(static_cast<double>(static_cast<float>(v)));
   }
-  if (!std::isfinite(norm) || norm == 0) return state.SkipWithError("the pass's output is not finite, or zero");
+  if (!std::isfinite(norm) || norm == 0)
+    return state.SkipWithError("the pass's output is not finite, or zero");
 
   const TileGemms gemms(p, rows);
   const std::int64_t cores = std::max(1u, std::thread::hardware_concurrency());
@@ -148,8 +165,14 @@ void BM_LayerForward(benchmark::State& state) {
   state.counters["gemm_GFLOPs"] = median(gemm_rate);
   state.counters["ratio"] = median(ratio);
 }
-BENCHMARK_TEMPLATE(BM_LayerForward, float)->UseManualTime()->Unit(benchmark::kMillisecond)->Iterations(15);
-BENCHMARK_TEMPLATE(BM_LayerForward, moxie::bf16)->UseManualTime()->Unit(benchmark::kMillisecond)->Iterations(15);
+BENCHMARK_TEMPLATE(BM_LayerForward, float)
+    ->UseManualTime()
+    ->Unit(benchmark::kMillisecond)
+    ->Iterations(15);
+BENCHMARK_TEMPLATE(BM_LayerForward, moxie::bf16)
+    ->UseManualTime()
+    ->Unit(benchmark::kMillisecond)
+    ->Iterations(15);
 
 }  // namespace
 

@@ -1,5 +1,6 @@
-// Backend: what World and Layer ask of a machine. The CPU twin implements it with threads, CUDA with one kernel.
-// Everything that decides what happens in which order lives in pipeline/, not here.
+// Backend: what World and Layer ask of a machine. The CPU twin implements it with threads, CUDA
+// with one kernel. Everything that decides what happens in which order lives in pipeline/, not
+// here.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -14,10 +15,10 @@ namespace moxie {
 
 struct ContextState {
   virtual ~ContextState() = default;
-  std::uint64_t layer_id = 0;   // of the BackendLayer that made it
-  bool filled = false;          // a forward pass has completed into it
+  std::uint64_t layer_id = 0;            // of the BackendLayer that made it
+  bool filled = false;                   // a forward pass has completed into it
   std::vector<std::int64_t> num_tokens;  // [R] of that pass
-  std::int64_t num_bytes = 0;   // over all ranks
+  std::int64_t num_bytes = 0;            // over all ranks
 };
 
 class BackendLayer {
@@ -31,7 +32,8 @@ class BackendLayer {
   virtual void backward(const ContextState& context, std::span<const BackwardInput> inputs,
                         std::span<const BackwardOutput> outputs, trace::Trace* trace) = 0;
 
-  const std::uint64_t id;  // never used twice in a process: a context outlives its layer without mistaking another for it
+  const std::uint64_t id;  // never used twice in a process: a context outlives its layer without
+                           // mistaking another for it
 
  private:
   static std::uint64_t next_id() {
@@ -59,6 +61,7 @@ class Backend {
 };
 
 std::unique_ptr<Backend> make_cpu_backend(const WorldOptions& options);
-std::unique_ptr<Backend> make_cuda_backend(const WorldOptions& options, const CudaOptions& cuda);  // with MOXIE_HAS_CUDA
+std::unique_ptr<Backend> make_cuda_backend(const WorldOptions& options,
+                                           const CudaOptions& cuda);  // with MOXIE_HAS_CUDA
 
 }  // namespace moxie

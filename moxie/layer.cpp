@@ -1,5 +1,5 @@
-// World, Layer and Context: they check what the user hands in, and pass it to the backend. Every "x of rank 2 is ..."
-// sentence is written here, before anything runs.
+// World, Layer and Context: they check what the user hands in, and pass it to the backend. Every "x
+// of rank 2 is ..." sentence is written here, before anything runs.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -12,7 +12,9 @@
 namespace moxie {
 namespace {
 
-[[noreturn]] void fail(const std::string& sentence) { throw Error(ErrorCode::invalid_argument, sentence); }
+[[noreturn]] void fail(const std::string& sentence) {
+  throw Error(ErrorCode::invalid_argument, sentence);
+}
 
 // What a tensor must look like: dtype one of `dtypes`, the given shape.
 struct Expected {
@@ -24,7 +26,8 @@ struct Expected {
 std::string describe(const Shape& shape, const std::vector<DType>& dtypes, bool open_rows) {
   std::string text = to_string(shape);
   if (open_rows) text = "[T" + (shape.rank > 1 ? ", " + std::to_string(shape.dim[1]) : "") + "]";
-  for (std::size_t i = 0; i < dtypes.size(); ++i) text += (i == 0 ? " " : " or ") + std::string(name(dtypes[i]));
+  for (std::size_t i = 0; i < dtypes.size(); ++i)
+    text += (i == 0 ? " " : " or ") + std::string(name(dtypes[i]));
   return text;
 }
 
@@ -35,29 +38,34 @@ class TensorChecker {
   template <class View>
   void require(const char* what, const View& view, const Expected& want) const {
     if (view.absent()) {
-      fail(fmt::format("{} of rank {} is absent, must be {}", what, rank_, describe(want.shape, want.dtypes, want.open_rows)));
+      fail(fmt::format("{} of rank {} is absent, must be {}", what, rank_,
+                       describe(want.shape, want.dtypes, want.open_rows)));
     }
     bool dtype_ok = false;
     for (const DType t : want.dtypes) dtype_ok |= view.dtype == t;
     Shape shape = view.shape;
     if (want.open_rows && shape.rank > 0) shape.dim[0] = want.shape.dim[0];
     if (!dtype_ok || !(shape == want.shape)) {
-      fail(fmt::format("{} of rank {} is {} {}, must be {}", what, rank_, to_string(view.shape), name(view.dtype),
-                       describe(want.shape, want.dtypes, want.open_rows)));
+      fail(fmt::format("{} of rank {} is {} {}, must be {}", what, rank_, to_string(view.shape),
+                       name(view.dtype), describe(want.shape, want.dtypes, want.open_rows)));
     }
     if (view.data == nullptr && view.shape.num_elements() > 0) {
-      fail(fmt::format("{} of rank {} is a null pointer to {} elements, must point to them", what, rank_,
-                       view.shape.num_elements()));
+      fail(fmt::format("{} of rank {} is a null pointer to {} elements, must point to them", what,
+                       rank_, view.shape.num_elements()));
     }
   }
   template <class View>
   void forbid(const char* what, const View& view, const char* why) const {
-    if (!view.absent()) fail(fmt::format("{} of rank {} was given, must be absent because {}", what, rank_, why));
+    if (!view.absent())
+      fail(fmt::format("{} of rank {} was given, must be absent because {}", what, rank_, why));
   }
   template <class View>
-  void require_if(bool part, const char* why_not, const char* what, const View& view, const Expected& want) const {
-    if (part) require(what, view, want);
-    else forbid(what, view, why_not);
+  void require_if(bool part, const char* why_not, const char* what, const View& view,
+                  const Expected& want) const {
+    if (part)
+      require(what, view, want);
+    else
+      forbid(what, view, why_not);
   }
 
  private:
@@ -70,10 +78,11 @@ constexpr const char* kNoGate = "problem.shared.output_gate is false";
 
 // Weights and their gradients have the same parts; matrices and vectors may differ in dtype.
 template <class Parts>
-void check_weights(const TensorChecker& c, const Problem& p, std::int64_t rank, const Parts& w, const std::string& prefix,
-                   const std::vector<DType>& matrix, const std::vector<DType>& vector) {
-  const std::int64_t e = num_local_experts(p.num_experts, p.num_ranks, RankId{rank}), h = p.hidden, i = p.intermediate,
-                     is = p.shared.intermediate;
+void check_weights(const TensorChecker& c, const Problem& p, std::int64_t rank, const Parts& w,
+                   const std::string& prefix, const std::vector<DType>& matrix,
+                   const std::vector<DType>& vector) {
+  const std::int64_t e = num_local_experts(p.num_experts, p.num_ranks, RankId{rank}), h = p.hidden,
+                     i = p.intermediate, is = p.shared.intermediate;
   auto n = [&](const char* part) { return prefix + part; };
   c.require(n("gate").c_str(), w.gate, {matrix, {e, i, h}});
   c.require(n("up").c_str(), w.up, {matrix, {e, i, h}});
@@ -84,19 +93,22 @@ void check_weights(const TensorChecker& c, const Problem& p, std::int64_t rank, 
   c.require_if(is > 0, kNoShared, n("shared_gate").c_str(), w.shared_gate, {matrix, {is, h}});
   c.require_if(is > 0, kNoShared, n("shared_up").c_str(), w.shared_up, {matrix, {is, h}});
   c.require_if(is > 0, kNoShared, n("shared_down").c_str(), w.shared_down, {matrix, {h, is}});
-  c.require_if(p.shared.output_gate, kNoGate, n("shared_output_gate").c_str(), w.shared_output_gate, {vector, {h}});
+  c.require_if(p.shared.output_gate, kNoGate, n("shared_output_gate").c_str(), w.shared_output_gate,
+               {vector, {h}});
 }
 
 void check_tokens(std::int64_t rank, std::int64_t tokens, std::int64_t max_tokens) {
   if (tokens < 0 || tokens > max_tokens) {
-    fail(fmt::format("x of rank {} has {} tokens, must be between 0 and max_tokens {}; nearest legal value {}", rank, tokens,
-                     max_tokens, tokens < 0 ? 0 : max_tokens));
+    fail(fmt::format(
+        "x of rank {} has {} tokens, must be between 0 and max_tokens {}; nearest legal value {}",
+        rank, tokens, max_tokens, tokens < 0 ? 0 : max_tokens));
   }
 }
 
 void check_count(const char* what, std::size_t seen, std::int64_t num_ranks) {
   if (static_cast<std::int64_t>(seen) != num_ranks) {
-    fail(fmt::format("{} has {} entries, must have one per rank; nearest legal value {}", what, seen, num_ranks));
+    fail(fmt::format("{} has {} entries, must have one per rank; nearest legal value {}", what,
+                     seen, num_ranks));
   }
 }
 
@@ -105,7 +117,8 @@ template <class Skip>
 void check_finite(const char* what, std::int64_t rank, const ConstTensorView& view, Skip skip) {
   if (view.absent()) return;
   for (std::int64_t i = 0; i < view.shape.num_elements(); ++i) {
-    const float v = view.dtype == DType::bf16 ? static_cast<float>(view.as<bf16>()[i]) : view.as<float>()[i];
+    const float v =
+        view.dtype == DType::bf16 ? static_cast<float>(view.as<bf16>()[i]) : view.as<float>()[i];
     if (std::isfinite(v) || skip(i)) continue;
     std::string at;
     std::int64_t rest = i;
@@ -114,8 +127,10 @@ void check_finite(const char* what, std::int64_t rank, const ConstTensorView& vi
       at = std::to_string(rest % dim) + (at.empty() ? "" : ", ") + at;
       rest /= dim;
     }
-    throw Error(ErrorCode::non_finite, fmt::format("{} of rank {} is {} at [{}], must be finite in validation mode; "
-                                                   "nearest legal value 0", what, rank, v, at));
+    throw Error(ErrorCode::non_finite,
+                fmt::format("{} of rank {} is {} at [{}], must be finite in validation mode; "
+                            "nearest legal value 0",
+                            what, rank, v, at));
   }
 }
 void check_finite(const char* what, std::int64_t rank, const ConstTensorView& view) {
@@ -148,11 +163,13 @@ World::~World() = default;
 // How many ranks a world of this kind can have, and how long it waits.
 static void check_world(const char* kind, const WorldOptions& options, std::int64_t max_ranks) {
   if (options.num_ranks < 1 || options.num_ranks > max_ranks) {
-    fail(fmt::format("num_ranks of a {} world is {}, must be between 1 and {}; nearest legal value {}", kind,
-                     options.num_ranks, max_ranks, options.num_ranks < 1 ? 1 : max_ranks));
+    fail(fmt::format(
+        "num_ranks of a {} world is {}, must be between 1 and {}; nearest legal value {}", kind,
+        options.num_ranks, max_ranks, options.num_ranks < 1 ? 1 : max_ranks));
   }
   if (!(options.timeout_s >= 0)) {
-    fail(fmt::format("timeout_s is {}, must be 0 (unbounded) or positive; nearest legal value 0", options.timeout_s));
+    fail(fmt::format("timeout_s is {}, must be 0 (unbounded) or positive; nearest legal value 0",
+                     options.timeout_s));
   }
 }
 World World::cpu(const WorldOptions& options) {
@@ -165,14 +182,17 @@ World World::cuda(const WorldOptions& options, [[maybe_unused]] const CudaOption
   return World(make_cuda_backend(options, cuda));
 #else
   throw Error(ErrorCode::unavailable,
-              "World::cuda was called on a build without CUDA; configure with -DMOXIE_CUDA=ON (preset cuda) or use World::cpu");
+              "World::cuda was called on a build without CUDA; configure with -DMOXIE_CUDA=ON "
+              "(preset cuda) or use World::cpu");
 #endif
 }
 std::int64_t World::num_ranks() const { return backend_->num_ranks(); }
 bool World::stopped() const { return backend_->stopped(); }
 void World::reset() { backend_->reset(); }
 void World::set_timeout(double seconds) {
-  if (!(seconds >= 0)) fail(fmt::format("timeout_s is {}, must be 0 (unbounded) or positive; nearest legal value 0", seconds));
+  if (!(seconds >= 0))
+    fail(fmt::format("timeout_s is {}, must be 0 (unbounded) or positive; nearest legal value 0",
+                     seconds));
   backend_->set_timeout(seconds);
 }
 void World::set_faults(const FaultInjection& faults) { backend_->set_faults(faults); }
@@ -191,7 +211,9 @@ class PassGuard {
  public:
   explicit PassGuard(Backend& backend) : backend_(backend) {
     if (backend_.pass_running.exchange(true)) {
-      fail("a pass was started while another one runs on the same World, must be one at a time; use one World per thread");
+      fail(
+          "a pass was started while another one runs on the same World, must be one at a time; use "
+          "one World per thread");
     }
   }
   ~PassGuard() { backend_.pass_running = false; }
@@ -210,19 +232,23 @@ struct Layer::State {
 
   void check_running(const char* what) const {
     if (!backend->stopped()) return;
-    throw Error(ErrorCode::world_stopped,
-                fmt::format("{} was called on a World whose last pass timed out; call World::reset() first", what));
+    throw Error(
+        ErrorCode::world_stopped,
+        fmt::format("{} was called on a World whose last pass timed out; call World::reset() first",
+                    what));
   }
   void check_context(const ContextState& context, const char* what) const {
     if (context.layer_id != impl->id) {
-      fail(fmt::format("context given to {} belongs to another layer, must come from this layer", what));
+      fail(fmt::format("context given to {} belongs to another layer, must come from this layer",
+                       what));
     }
   }
-  void check_forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs) const;
+  void check_forward(std::span<const ForwardInput> inputs,
+                     std::span<const ForwardOutput> outputs) const;
   void check_backward(const ContextState& context, std::span<const BackwardInput> inputs,
                       std::span<const BackwardOutput> outputs) const;
-  void run_forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs, ContextState* context,
-                   trace::Trace* trace) {
+  void run_forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
+                   ContextState* context, trace::Trace* trace) {
     check_running("forward");
     check_forward(inputs, outputs);
     const PassGuard guard(*backend);
@@ -236,7 +262,8 @@ struct Layer::State {
   }
 };
 
-void Layer::State::check_forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs) const {
+void Layer::State::check_forward(std::span<const ForwardInput> inputs,
+                                 std::span<const ForwardOutput> outputs) const {
   const Problem& p = problem;
   check_count("forward inputs", inputs.size(), p.num_ranks);
   check_count("forward outputs", outputs.size(), p.num_ranks);
@@ -252,16 +279,19 @@ void Layer::State::check_forward(std::span<const ForwardInput> inputs, std::span
     check_weights(c, p, r, in.weights, "weights.", {p.dtype}, {p.dtype});
     if (!backend->options().validate_finite) continue;
     check_finite("x", r, in.x);
-    check_finite("route_weights", r, in.route_weights, [&](std::int64_t i) { return expert_id_at(in.expert_ids, i) < 0; });
+    check_finite("route_weights", r, in.route_weights,
+                 [&](std::int64_t i) { return expert_id_at(in.expert_ids, i) < 0; });
     check_finite(r, in.weights);
   }
 }
 
-void Layer::State::check_backward(const ContextState& context, std::span<const BackwardInput> inputs,
+void Layer::State::check_backward(const ContextState& context,
+                                  std::span<const BackwardInput> inputs,
                                   std::span<const BackwardOutput> outputs) const {
   const Problem& p = problem;
   check_context(context, "backward");
-  if (!context.filled) fail("context given to backward is empty, must come from a forward pass that succeeded");
+  if (!context.filled)
+    fail("context given to backward is empty, must come from a forward pass that succeeded");
   check_count("backward inputs", inputs.size(), p.num_ranks);
   check_count("backward outputs", outputs.size(), p.num_ranks);
   for (std::int64_t r = 0; r < p.num_ranks; ++r) {
@@ -277,11 +307,15 @@ void Layer::State::check_backward(const ContextState& context, std::span<const B
     check_weights(c, p, r, in.weights, "weights.", {p.dtype}, {p.dtype});
     const DType matrix = out.grads.gate.dtype;
     if (out.grads.accumulate && matrix != DType::f32) {
-      fail(fmt::format("grads.gate of rank {} is {} with accumulate, must be f32: sums of many microbatches lose bits in {}; "
-                       "nearest legal value f32", r, name(matrix), name(matrix)));
+      fail(
+          fmt::format("grads.gate of rank {} is {} with accumulate, must be f32: sums of many "
+                      "microbatches lose bits in {}; "
+                      "nearest legal value f32",
+                      r, name(matrix), name(matrix)));
     }
     check_weights(c, p, r, out.grads, "grads.",
-                  matrix == DType::f32 ? std::vector{DType::f32} : std::vector{p.dtype}, {DType::f32});
+                  matrix == DType::f32 ? std::vector{DType::f32} : std::vector{p.dtype},
+                  {DType::f32});
     if (!backend->options().validate_finite) continue;
     check_finite("x", r, in.x);
     check_finite("dy", r, in.dy);
@@ -289,11 +323,13 @@ void Layer::State::check_backward(const ContextState& context, std::span<const B
   }
 }
 
-Layer::Layer(World& world, const Problem& problem, const Plan& plan) : state_(std::make_unique<State>()) {
+Layer::Layer(World& world, const Problem& problem, const Plan& plan)
+    : state_(std::make_unique<State>()) {
   check(problem);
   if (problem.num_ranks != world.num_ranks()) {
-    fail(fmt::format("problem.num_ranks is {}, must be the world's number of ranks; nearest legal value {}",
-                     problem.num_ranks, world.num_ranks()));
+    fail(fmt::format(
+        "problem.num_ranks is {}, must be the world's number of ranks; nearest legal value {}",
+        problem.num_ranks, world.num_ranks()));
   }
   const Plan resolved = pipeline::resolve(problem, plan);
   pipeline::check(problem, resolved);
@@ -314,19 +350,21 @@ Context Layer::make_context() const {
   return Context(std::move(context));
 }
 
-void Layer::forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs, Context& context,
-                    trace::Trace* trace) {
+void Layer::forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
+                    Context& context, trace::Trace* trace) {
   state_->check_context(*context.state_, "forward");
   state_->run_forward(inputs, outputs, context.state_.get(), trace);
 }
 
-Context Layer::forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs, trace::Trace* trace) {
+Context Layer::forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
+                       trace::Trace* trace) {
   Context context = make_context();
   forward(inputs, outputs, context, trace);
   return context;
 }
 
-void Layer::infer(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs, trace::Trace* trace) {
+void Layer::infer(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
+                  trace::Trace* trace) {
   state_->run_forward(inputs, outputs, nullptr, trace);
 }
 
@@ -340,7 +378,8 @@ void Layer::backward(const Context& context, std::span<const BackwardInput> inpu
 
 std::vector<BufferBytes> Layer::memory() const {
   std::vector<BufferBytes> out;
-  for (const auto& b : pipeline::buffer_bytes(state_->problem, state_->plan)) out.push_back({b.name, b.num_bytes});
+  for (const auto& b : pipeline::buffer_bytes(state_->problem, state_->plan))
+    out.push_back({b.name, b.num_bytes});
   return out;
 }
 

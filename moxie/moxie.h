@@ -3,10 +3,11 @@
 //   moxie::World world = moxie::World::cpu({.num_ranks = 4});
 //   moxie::Layer layer(world, problem);                           // plan chosen and proven here
 //   moxie::Context ctx = layer.forward(inputs, outputs);          // one entry per rank
-//   layer.backward(ctx, grad_inputs, grad_outputs);               // ctx is const: call it as often as you like
+//   layer.backward(ctx, grad_inputs, grad_outputs);               // ctx is const: call it as often
+//   as you like
 //
-// Every tensor is row-major and contiguous; T is that rank's number of tokens (0 allowed, different per rank).
-// Errors are moxie::Error (core/error.h). Nothing is allocated inside a pass.
+// Every tensor is row-major and contiguous; T is that rank's number of tokens (0 allowed, different
+// per rank). Errors are moxie::Error (core/error.h). Nothing is allocated inside a pass.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -44,9 +45,11 @@ struct ForwardOutput {
   TensorView y;  // [T, H]
 };
 
-// Gradients of one rank's weights. Matrices are f32 or problem.dtype, all alike; vectors (biases, output gate) are f32.
+// Gradients of one rank's weights. Matrices are f32 or problem.dtype, all alike; vectors (biases,
+// output gate) are f32.
 struct WeightGrads {
-  bool accumulate = false;            // add into what is there (f32 main-grad); else overwrite, zeros for idle experts
+  bool accumulate =
+      false;  // add into what is there (f32 main-grad); else overwrite, zeros for idle experts
   TensorView gate, up;                // [E_local, I, H]
   TensorView down;                    // [E_local, H, I]
   TensorView gate_bias, up_bias;      // [E_local, I] f32
@@ -61,38 +64,42 @@ struct BackwardInput {
   Weights weights;     // the same values as in forward
 };
 struct BackwardOutput {
-  TensorView dx;                // [T, H]
-  TensorView d_route_weights;   // [T, K] f32; 0 where the id is -1
+  TensorView dx;               // [T, H]
+  TensorView d_route_weights;  // [T, K] f32; 0 where the id is -1
   WeightGrads grads = {};
 };
 
 // Faults a test can inject into the CPU backend. The defaults inject nothing.
 struct FaultInjection {
-  std::uint64_t shuffle_seed = 0;    // != 0: seeded random yields and delays before every protocol step
-  std::int32_t max_delay_us = 20;    // upper end of a shuffled delay
-  bool poison_workspace = false;     // fill every buffer with 0xFF before each pass
-  std::int32_t late_rank = -1;       // this rank starts each pass late_ms later
+  std::uint64_t shuffle_seed =
+      0;  // != 0: seeded random yields and delays before every protocol step
+  std::int32_t max_delay_us = 20;  // upper end of a shuffled delay
+  bool poison_workspace = false;   // fill every buffer with 0xFF before each pass
+  std::int32_t late_rank = -1;     // this rank starts each pass late_ms later
   std::int32_t late_ms = 0;
-  std::int32_t kill_rank = -1;       // a worker of this rank ends silently ...
+  std::int32_t kill_rank = -1;  // a worker of this rank ends silently ...
   Role kill_role = Role::compute;
   std::int32_t kill_worker = 0;
-  std::int32_t kill_after_steps = 0; // ... after so many protocol steps
-  std::int32_t back_to_back = 1;     // CPU: passes per call; no rank waits for another between them
+  std::int32_t kill_after_steps = 0;  // ... after so many protocol steps
+  std::int32_t back_to_back = 1;  // CPU: passes per call; no rank waits for another between them
 };
 
 struct WorldOptions {
   std::int64_t num_ranks = 1;
-  double timeout_s = 300.0;      // bound of every wait; 0 = unbounded
-  bool validate_finite = false;  // check activations, weights and gradients for NaN and infinity before each pass
+  double timeout_s = 300.0;  // bound of every wait; 0 = unbounded
+  bool validate_finite =
+      false;  // check activations, weights and gradients for NaN and infinity before each pass
   HostGemm gemm = HostGemm::automatic;
   FaultInjection faults = {};
 };
 
 // Where the ranks of a CUDA world run.
 struct CudaOptions {
-  std::vector<int> devices;      // one per rank; a device named twice holds virtual ranks. Empty: rank r on device r mod count
+  std::vector<int> devices;  // one per rank; a device named twice holds virtual ranks. Empty: rank
+                             // r on device r mod count
   std::int32_t reserve_sms = 0;  // SMs of each GPU left to other kernels
-  std::int32_t cluster_size = 0; // 2: pairs of CTAs share weights (slabs order), 1: none; 0: by rows per expert
+  std::int32_t cluster_size =
+      0;  // 2: pairs of CTAs share weights (slabs order), 1: none; 0: by rows per expert
 };
 
 class Backend;
@@ -101,7 +108,8 @@ class Backend;
 class World {
  public:
   static World cpu(const WorldOptions& options);
-  // One kernel per GPU and pass. Tensors are device pointers; passes are enqueued and return at once.
+  // One kernel per GPU and pass. Tensors are device pointers; passes are enqueued and return at
+  // once.
   static World cuda(const WorldOptions& options, const CudaOptions& cuda = {});
   World(World&&) noexcept;
   World& operator=(World&&) noexcept;
@@ -112,9 +120,11 @@ class World {
   void reset();          // clears signals and counters; legal whenever no pass runs
   void set_timeout(double seconds);
   void set_faults(const FaultInjection& faults);
-  // CUDA: the cudaStream_t of rank 0's GPU that passes are ordered on; the other GPUs follow it. CPU: no effect.
+  // CUDA: the cudaStream_t of rank 0's GPU that passes are ordered on; the other GPUs follow it.
+  // CPU: no effect.
   void set_stream(void* stream);
-  // Waits for the passes enqueued and throws the Error of the last one. CPU passes have thrown theirs already.
+  // Waits for the passes enqueued and throws the Error of the last one. CPU passes have thrown
+  // theirs already.
   void synchronize();
   std::string describe_gemm() const;  // "oneDNN 2.6.3, row quantum 16", "plain loops"
   Backend& backend() { return *backend_; }
@@ -125,8 +135,9 @@ class World {
 };
 
 struct ContextState;
-// What backward needs of one forward pass: routes, weights and, by the plan's SavePolicy, z and x rows. Const after
-// forward; several may be alive; reusable through forward(inputs, outputs, context).
+// What backward needs of one forward pass: routes, weights and, by the plan's SavePolicy, z and x
+// rows. Const after forward; several may be alive; reusable through forward(inputs, outputs,
+// context).
 class Context {
  public:
   Context(Context&&) noexcept;
@@ -141,8 +152,8 @@ class Context {
 };
 
 struct BufferBytes {
-  std::string name;         // "heap.x_in", "workspace.hidden_ring", ...
-  std::int64_t num_bytes;   // per rank
+  std::string name;        // "heap.x_in", "workspace.hidden_ring", ...
+  std::int64_t num_bytes;  // per rank
 };
 
 class Layer {
@@ -158,8 +169,8 @@ class Layer {
   // One entry per rank of the world. `trace`, when given, receives the timeline of this pass.
   Context forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
                   trace::Trace* trace = nullptr);
-  void forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs, Context& context,
-               trace::Trace* trace = nullptr);
+  void forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
+               Context& context, trace::Trace* trace = nullptr);
   // Forward only: nothing is saved.
   void infer(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
              trace::Trace* trace = nullptr);

@@ -1,6 +1,7 @@
-// No accepted plan can deadlock: exhaustively for small sizes, the ticket stream is run by one in-order compute worker
-// and one in-order dispatcher, the hardest case: if the lowest unfinished ticket can always proceed, so can any number of
-// workers. The bounds are also shown to be tight where the protocol makes them so: one slot fewer does deadlock.
+// No accepted plan can deadlock: exhaustively for small sizes, the ticket stream is run by one
+// in-order compute worker and one in-order dispatcher, the hardest case: if the lowest unfinished
+// ticket can always proceed, so can any number of workers. The bounds are also shown to be tight
+// where the protocol makes them so: one slot fewer does deadlock.
 #include <gtest/gtest.h>
 
 #include <vector>
@@ -27,21 +28,31 @@ struct Blocks {
       block += n;
     }
     expert_block.push_back(static_cast<std::int32_t>(block));
-    table = {1, RankId{0}, static_cast<std::int64_t>(per_expert.size()), shared_blocks * kBlockRows, shared_blocks, block,
-             row_prefix.data(), source_begin.data(), expert_block.data()};
+    table = {1,
+             RankId{0},
+             static_cast<std::int64_t>(per_expert.size()),
+             shared_blocks * kBlockRows,
+             shared_blocks,
+             block,
+             row_prefix.data(),
+             source_begin.data(),
+             expert_block.data()};
   }
 };
 
-bool minibatch_pulled(const BlockTable& t, BlockId b, std::int64_t minibatch_blocks, std::int64_t pulled) {
+bool minibatch_pulled(const BlockTable& t, BlockId b, std::int64_t minibatch_blocks,
+                      std::int64_t pulled) {
   return minibatch(t, minibatch_of(t, b, minibatch_blocks), minibatch_blocks).blocks.end <= pulled;
 }
 
 // True when every ticket runs. `pulled` = blocks dispatched so far, absolute ids.
-bool forward_completes(const ForwardStream& s, const BlockTable& t, std::int64_t minibatch_blocks, std::int64_t x_ring,
-                       std::int64_t hidden_ring) {
+bool forward_completes(const ForwardStream& s, const BlockTable& t, std::int64_t minibatch_blocks,
+                       std::int64_t x_ring, std::int64_t hidden_ring) {
   std::vector<std::int64_t> fc1_done(static_cast<std::size_t>(t.num_blocks)), fc2_done = fc1_done;
   std::int64_t pulled = t.shared_blocks;
-  auto done = [](const std::vector<std::int64_t>& v, std::int64_t b) { return v[static_cast<std::size_t>(b)]; };
+  auto done = [](const std::vector<std::int64_t>& v, std::int64_t b) {
+    return v[static_cast<std::size_t>(b)];
+  };
   for (std::int64_t ticket = 0; ticket < s.num_tickets(); ++ticket) {
     while (pulled < t.num_blocks) {
       const std::int64_t holder = pulled - x_ring;
@@ -54,7 +65,8 @@ bool forward_completes(const ForwardStream& s, const BlockTable& t, std::int64_t
     if (task.kind == TaskKind::fc1) {
       if (!shared && !minibatch_pulled(t, task.block, minibatch_blocks, pulled)) return false;
       const std::int64_t holder = b - hidden_ring;
-      if (!shared && holder >= t.shared_blocks && done(fc2_done, holder) < s.fc2_tiles) return false;
+      if (!shared && holder >= t.shared_blocks && done(fc2_done, holder) < s.fc2_tiles)
+        return false;
       ++fc1_done[static_cast<std::size_t>(b)];
     } else {
       if (done(fc1_done, b) < (shared ? s.shared_fc1_tiles : s.fc1_tiles)) return false;
@@ -75,15 +87,20 @@ TEST(PipelineDeadlock, EveryAcceptedForwardPlanCompletes) {
             for (std::int64_t band = 1; band <= 4; ++band)
               for (std::int64_t lag = 1; lag <= 3; ++lag)
                 for (std::int64_t minibatch = 1; minibatch <= 4; ++minibatch)
-                  for (std::int64_t x = std::min(std::max<std::int64_t>(routed, 1), min_x_ring_blocks(band, minibatch));
+                  for (std::int64_t x = std::min(std::max<std::int64_t>(routed, 1),
+                                                 min_x_ring_blocks(band, minibatch));
                        x <= std::max<std::int64_t>(routed, 1); ++x)
-                    for (std::int64_t h = std::max<std::int64_t>(1, min_hidden_ring_blocks(order, band, lag, routed));
+                    for (std::int64_t h = std::max<std::int64_t>(
+                             1, min_hidden_ring_blocks(order, band, lag, routed));
                          h <= std::max<std::int64_t>(routed, 1); ++h) {
-                      const ForwardStream s{order, shared, routed, 1, fc1, fc2, band, lag, std::min<std::int64_t>(2, fc2)};
+                      const ForwardStream s{order, shared, routed,
+                                            1,     fc1,    fc2,
+                                            band,  lag,    std::min<std::int64_t>(2, fc2)};
                       ++plans;
                       ASSERT_TRUE(forward_completes(s, blocks.table, minibatch, x, h))
-                          << name(order) << " routed=" << routed << " fc1=" << fc1 << " fc2=" << fc2 << " band=" << band
-                          << " lag=" << lag << " minibatch=" << minibatch << " x_ring=" << x << " hidden_ring=" << h;
+                          << name(order) << " routed=" << routed << " fc1=" << fc1 << " fc2=" << fc2
+                          << " band=" << band << " lag=" << lag << " minibatch=" << minibatch
+                          << " x_ring=" << x << " hidden_ring=" << h;
                     }
       }
   EXPECT_GT(plans, 30000);
@@ -98,7 +115,8 @@ TEST(PipelineDeadlock, ForwardBoundsAreTight) {
       EXPECT_FALSE(forward_completes(s, blocks.table, 1, min_x_ring_blocks(band, 1) - 1, 12));
       const std::int64_t h = min_hidden_ring_blocks(TaskOrder::lag, band, lag, 12);
       EXPECT_TRUE(forward_completes(s, blocks.table, 1, 12, h));
-      EXPECT_FALSE(forward_completes(s, blocks.table, 1, 12, h - 1)) << "band " << band << " lag " << lag;
+      EXPECT_FALSE(forward_completes(s, blocks.table, 1, 12, h - 1))
+          << "band " << band << " lag " << lag;
     }
 }
 
@@ -107,11 +125,16 @@ struct Chunks {
   std::vector<std::int64_t> step;
   BackwardStream stream;
   Chunks(const BlockTable& t, const Problem& p, const Plan& plan)
-      : block(64), expert(64), after(64), step(128),
-        stream(schedule::build_chunks(p, plan, t, block.data(), expert.data(), after.data(), step.data())) {}
+      : block(64),
+        expert(64),
+        after(64),
+        step(128),
+        stream(schedule::build_chunks(p, plan, t, block.data(), expert.data(), after.data(),
+                                      step.data())) {}
 };
 
-bool backward_completes(const BackwardStream& s, const BlockTable& t, std::int64_t minibatch_blocks, std::int64_t ring) {
+bool backward_completes(const BackwardStream& s, const BlockTable& t, std::int64_t minibatch_blocks,
+                        std::int64_t ring) {
   std::vector<std::int64_t> dgrad_done(static_cast<std::size_t>(t.num_blocks)), trail_done(64);
   auto slot_free = [&](std::int64_t b) {
     if (b < ring) return true;
@@ -125,17 +148,20 @@ bool backward_completes(const BackwardStream& s, const BlockTable& t, std::int64
     const auto chunk = static_cast<std::size_t>(task.chunk);
     if (task.kind == TaskKind::dgrad) {
       if (t.is_shared(task.block) ? !slot_free(task.block.v)
-                                  : !minibatch_pulled(t, task.block, minibatch_blocks, pulled)) return false;
+                                  : !minibatch_pulled(t, task.block, minibatch_blocks, pulled))
+        return false;
       ++dgrad_done[static_cast<std::size_t>(task.block.v)];
       continue;
     }
-    const Range needs = task.kind == TaskKind::dx ? Range{task.block.v, task.block.v + 1} : s.chunks.blocks(task.chunk);
+    const Range needs = task.kind == TaskKind::dx ? Range{task.block.v, task.block.v + 1}
+                                                  : s.chunks.blocks(task.chunk);
     for (std::int64_t b = needs.begin; b < needs.end; ++b) {
       if (dgrad_done[static_cast<std::size_t>(b)] < s.dgrad_tiles_of(task.chunk)) return false;
     }
     const std::int64_t after = s.chunks.chunk_after[chunk];
     if (task.kind == TaskKind::wgrad && after >= 0 &&
-        trail_done[static_cast<std::size_t>(after)] < s.trail_tickets(after)) return false;
+        trail_done[static_cast<std::size_t>(after)] < s.trail_tickets(after))
+      return false;
     ++trail_done[chunk];
   }
   for (std::int64_t c = 0; c < s.chunks.num_chunks; ++c) {
@@ -145,26 +171,34 @@ bool backward_completes(const BackwardStream& s, const BlockTable& t, std::int64
 }
 
 TEST(PipelineDeadlock, EveryAcceptedBackwardPlanCompletes) {
-  const std::vector<std::vector<std::int64_t>> routings = {{0, 0}, {1, 0}, {0, 3}, {5, 1}, {2, 2}, {7, 0}, {3, 0, 4}, {1, 1, 1, 1}};
+  const std::vector<std::vector<std::int64_t>> routings = {{0, 0}, {1, 0}, {0, 3},    {5, 1},
+                                                           {2, 2}, {7, 0}, {3, 0, 4}, {1, 1, 1, 1}};
   std::int64_t plans = 0;
   for (std::int64_t shared = 0; shared <= 3; ++shared)
     for (const auto& routing : routings) {
-      Problem p{.num_ranks = 1, .max_tokens = 512, .hidden = 320, .intermediate = 192,
-                .num_experts = static_cast<std::int64_t>(routing.size()), .top_k = 1};
+      Problem p{.num_ranks = 1,
+                .max_tokens = 512,
+                .hidden = 320,
+                .intermediate = 192,
+                .num_experts = static_cast<std::int64_t>(routing.size()),
+                .top_k = 1};
       p.shared.intermediate = shared > 0 ? 64 : 0;
       const Blocks blocks(shared, routing);
       const std::int64_t total = std::max<std::int64_t>(blocks.table.num_blocks, 1);
       for (std::int32_t chunk = 1; chunk <= 4; ++chunk)
         for (std::int32_t lag = 1; lag <= 4; ++lag)
           for (std::int64_t minibatch = 1; minibatch <= 3; ++minibatch)
-            for (std::int64_t ring = std::min(total, min_backward_ring_blocks(chunk, lag, minibatch)); ring <= total; ++ring) {
+            for (std::int64_t ring =
+                     std::min(total, min_backward_ring_blocks(chunk, lag, minibatch));
+                 ring <= total; ++ring) {
               Plan plan;
               plan.chunk_blocks = chunk;
               plan.lag_chunks = lag;
               const Chunks chunks(blocks.table, p, plan);
               ++plans;
               ASSERT_TRUE(backward_completes(chunks.stream, blocks.table, minibatch, ring))
-                  << "shared=" << shared << " chunk=" << chunk << " lag=" << lag << " minibatch=" << minibatch << " ring=" << ring;
+                  << "shared=" << shared << " chunk=" << chunk << " lag=" << lag
+                  << " minibatch=" << minibatch << " ring=" << ring;
             }
     }
   EXPECT_GT(plans, 2000);
@@ -172,7 +206,12 @@ TEST(PipelineDeadlock, EveryAcceptedBackwardPlanCompletes) {
 
 TEST(PipelineDeadlock, BackwardBoundIsTight) {
   const Blocks blocks(0, {12});
-  const Problem p{.num_ranks = 1, .max_tokens = 2048, .hidden = 64, .intermediate = 64, .num_experts = 1, .top_k = 1};
+  const Problem p{.num_ranks = 1,
+                  .max_tokens = 2048,
+                  .hidden = 64,
+                  .intermediate = 64,
+                  .num_experts = 1,
+                  .top_k = 1};
   for (std::int32_t chunk = 1; chunk <= 3; ++chunk)
     for (std::int32_t lag = 1; lag <= 2; ++lag) {
       Plan plan;
@@ -181,13 +220,19 @@ TEST(PipelineDeadlock, BackwardBoundIsTight) {
       const Chunks chunks(blocks.table, p, plan);
       const std::int64_t ring = min_backward_ring_blocks(chunk, lag, 1);
       EXPECT_TRUE(backward_completes(chunks.stream, blocks.table, 1, ring));
-      EXPECT_FALSE(backward_completes(chunks.stream, blocks.table, 1, ring - 1)) << "chunk " << chunk << " lag " << lag;
+      EXPECT_FALSE(backward_completes(chunks.stream, blocks.table, 1, ring - 1))
+          << "chunk " << chunk << " lag " << lag;
     }
 }
 
 TEST(PipelineDeadlock, BackwardRunsEveryTileExactlyOnce) {
   const Blocks blocks(2, {3, 0, 1, 5});
-  Problem p{.num_ranks = 1, .max_tokens = 2048, .hidden = 320, .intermediate = 192, .num_experts = 4, .top_k = 1};
+  Problem p{.num_ranks = 1,
+            .max_tokens = 2048,
+            .hidden = 320,
+            .intermediate = 192,
+            .num_experts = 4,
+            .top_k = 1};
   p.shared.intermediate = 64;
   for (std::int32_t chunk = 1; chunk <= 6; ++chunk)
     for (std::int32_t lag = 1; lag <= 12; ++lag) {
@@ -204,9 +249,12 @@ TEST(PipelineDeadlock, BackwardRunsEveryTileExactlyOnce) {
       for (std::int64_t t = 0; t < s.num_tickets(); ++t) {
         const Task task = s.task(t);
         const auto at = static_cast<std::size_t>(task.block.v * 8 + task.tile);
-        if (task.kind == TaskKind::dgrad) ++dgrad[at];
-        else if (task.kind == TaskKind::dx) ++dx[at];
-        else ++wgrad[static_cast<std::size_t>(task.chunk)][static_cast<std::size_t>(task.tile)];
+        if (task.kind == TaskKind::dgrad)
+          ++dgrad[at];
+        else if (task.kind == TaskKind::dx)
+          ++dx[at];
+        else
+          ++wgrad[static_cast<std::size_t>(task.chunk)][static_cast<std::size_t>(task.tile)];
       }
       for (std::int64_t b = 0; b < 11; ++b)
         for (std::int64_t t = 0; t < 8; ++t) {

@@ -1,5 +1,5 @@
-// Plans and layouts: what resolve fills in, what check refuses and with which words, offsets that do not overlap and do
-// not overflow, signals that only grow.
+// Plans and layouts: what resolve fills in, what check refuses and with which words, offsets that
+// do not overlap and do not overflow, signals that only grow.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,7 +14,12 @@ namespace moxie::pipeline {
 namespace {
 
 Problem legal() {
-  return {.num_ranks = 4, .max_tokens = 512, .hidden = 1024, .intermediate = 512, .num_experts = 16, .top_k = 4};
+  return {.num_ranks = 4,
+          .max_tokens = 512,
+          .hidden = 1024,
+          .intermediate = 512,
+          .num_experts = 16,
+          .top_k = 4};
 }
 
 std::string sentence(const Problem& p, Plan plan) {
@@ -30,8 +35,12 @@ std::string sentence(const Problem& p, Plan plan) {
 TEST(PipelinePlan, DefaultIsAcceptedForEveryPreset) {
   for (const Preset& preset : presets())
     for (const std::int64_t ranks : {1, 3, 8, 64}) {
-      const Problem p{.num_ranks = ranks, .max_tokens = 1024, .hidden = preset.hidden, .intermediate = preset.intermediate,
-                      .num_experts = preset.num_experts, .top_k = preset.top_k};
+      const Problem p{.num_ranks = ranks,
+                      .max_tokens = 1024,
+                      .hidden = preset.hidden,
+                      .intermediate = preset.intermediate,
+                      .num_experts = preset.num_experts,
+                      .top_k = preset.top_k};
       EXPECT_EQ(sentence(p, {}), "") << preset.name;
       EXPECT_EQ(sentence(p, {.mode = ExecMode::split}), "") << preset.name;
     }
@@ -40,17 +49,23 @@ TEST(PipelinePlan, DefaultIsAcceptedForEveryPreset) {
 TEST(PipelinePlan, RefusalsNameOptionValueRuleAndNearest) {
   const Problem p = legal();
   EXPECT_EQ(sentence(p, {.x_ring_blocks = 3}),
-            "plan.x_ring_blocks is 3, must be between 8 and 67 (band_blocks + minibatch_blocks - 1 up to the capacity in blocks, "
+            "plan.x_ring_blocks is 3, must be between 8 and 67 (band_blocks + minibatch_blocks - 1 "
+            "up to the capacity in blocks, "
             "or a wait could be for a later ticket); nearest legal value 8");
-  EXPECT_NE(sentence(p, {.hidden_ring_blocks = 5}).find("slabs order keeps hidden of all blocks"), std::string::npos);
-  EXPECT_NE(sentence(p, {.order = TaskOrder::lag, .hidden_ring_blocks = 23}).find("nearest legal value 24"), std::string::npos);
+  EXPECT_NE(sentence(p, {.hidden_ring_blocks = 5}).find("slabs order keeps hidden of all blocks"),
+            std::string::npos);
+  EXPECT_NE(sentence(p, {.order = TaskOrder::lag, .hidden_ring_blocks = 23})
+                .find("nearest legal value 24"),
+            std::string::npos);
   EXPECT_EQ(sentence(p, {.order = TaskOrder::lag, .hidden_ring_blocks = 24}), "");
-  EXPECT_NE(sentence(p, {.backward_ring_blocks = 15}).find("nearest legal value 16"), std::string::npos);
+  EXPECT_NE(sentence(p, {.backward_ring_blocks = 15}).find("nearest legal value 16"),
+            std::string::npos);
   EXPECT_NE(sentence(p, {.capacity_rows = 130}).find("nearest legal value 256"), std::string::npos);
   EXPECT_NE(sentence(p, {.num_slabs = 0}).find("plan.num_slabs is 0"), std::string::npos);
   EXPECT_NE(sentence(p, {.comm_workers = 0}).find("nearest legal value 1"), std::string::npos);
   EXPECT_NE(sentence(p, {.saved_rows = 1 << 30}).find("plan.saved_rows"), std::string::npos);
-  EXPECT_NE(sentence(p, {.mode = ExecMode::split, .x_ring_blocks = 10}).find("split mode"), std::string::npos);
+  EXPECT_NE(sentence(p, {.mode = ExecMode::split, .x_ring_blocks = 10}).find("split mode"),
+            std::string::npos);
 }
 
 // The bound is compared with the worst routing found by brute force.
@@ -87,27 +102,35 @@ TEST(PipelinePlan, WorstCaseBlocksIsReachedAndNeverExceeded) {
 
 void expect_disjoint(std::vector<Region> regions, std::int64_t end) {
   std::erase_if(regions, [](const Region& r) { return r.num_bytes == 0; });
-  std::sort(regions.begin(), regions.end(), [](const Region& a, const Region& b) { return a.offset < b.offset; });
+  std::sort(regions.begin(), regions.end(),
+            [](const Region& a, const Region& b) { return a.offset < b.offset; });
   for (std::size_t i = 0; i < regions.size(); ++i) {
     EXPECT_EQ(regions[i].offset % kRegionAlign, 0);
-    EXPECT_LE(regions[i].offset + regions[i].num_bytes, i + 1 < regions.size() ? regions[i + 1].offset : end);
+    EXPECT_LE(regions[i].offset + regions[i].num_bytes,
+              i + 1 < regions.size() ? regions[i + 1].offset : end);
   }
 }
 
 TEST(PipelineLayout, RegionsAreAlignedAndDisjoint) {
   Problem p = legal();
   p.shared = {256, true};
-  const Plan plan = resolve(p, {.order = TaskOrder::lag, .x_ring_blocks = 20, .hidden_ring_blocks = 30, .backward_ring_blocks = 25});
+  const Plan plan = resolve(p, {.order = TaskOrder::lag,
+                                .x_ring_blocks = 20,
+                                .hidden_ring_blocks = 30,
+                                .backward_ring_blocks = 25});
   const HeapLayout h = heap_layout(p);
-  expect_disjoint({h.epoch, h.stopped, h.inputs_ready, h.agreement, h.returns_done, h.x_in, h.dy_in, h.routes_sorted,
-                   h.weights_sorted, h.route_begin, h.returns, h.d_weights}, h.num_bytes);
+  expect_disjoint({h.epoch, h.stopped, h.inputs_ready, h.agreement, h.returns_done, h.x_in, h.dy_in,
+                   h.routes_sorted, h.weights_sorted, h.route_begin, h.returns, h.d_weights},
+                  h.num_bytes);
   const WorkspaceLayout w = workspace_layout(p, plan);
-  const std::vector<Region> tables = {w.row_prefix, w.source_begin, w.expert_block, w.chunk_block, w.chunk_expert,
-                                      w.chunk_after, w.step_ticket, w.ids, w.origins, w.shared_weight, w.pass_count,
-                                      w.counters, w.shared_out};
+  const std::vector<Region> tables = {
+      w.row_prefix,  w.source_begin, w.expert_block, w.chunk_block, w.chunk_expert,
+      w.chunk_after, w.step_ticket,  w.ids,          w.origins,     w.shared_weight,
+      w.pass_count,  w.counters,     w.shared_out};
   std::vector<Region> forward = tables, backward = tables;
   forward.insert(forward.end(), {w.x_ring, w.hidden_ring, w.shared_hidden});
-  backward.insert(backward.end(), {w.dy_ring, w.xb_ring, w.dgate_ring, w.dup_ring, w.wa_ring, w.dw_partial, w.wgrad_partial});
+  backward.insert(backward.end(), {w.dy_ring, w.xb_ring, w.dgate_ring, w.dup_ring, w.wa_ring,
+                                   w.dw_partial, w.wgrad_partial});
   expect_disjoint(forward, w.num_bytes);
   expect_disjoint(backward, w.num_bytes);
 }

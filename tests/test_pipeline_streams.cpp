@@ -1,4 +1,5 @@
-// Task streams and tilings: every unit of work appears exactly once, for every small size and every plan shape.
+// Task streams and tilings: every unit of work appears exactly once, for every small size and every
+// plan shape.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -35,10 +36,13 @@ TEST(PipelineStreams, ForwardRunsEveryTileExactlyOnce) {
                   std::size_t expected = 0;
                   for (std::int64_t b = 0; b < shared + routed; ++b) {
                     const std::int64_t tiles = b < shared ? 2 : fc1;
-                    for (std::int64_t t = 0; t < tiles; ++t, ++expected) ASSERT_EQ(seen.count({TaskKind::fc1, b, t}), 1u);
-                    for (std::int64_t t = 0; t < fc2; ++t, ++expected) ASSERT_EQ(seen.count({TaskKind::fc2, b, t}), 1u);
+                    for (std::int64_t t = 0; t < tiles; ++t, ++expected)
+                      ASSERT_EQ(seen.count({TaskKind::fc1, b, t}), 1u);
+                    for (std::int64_t t = 0; t < fc2; ++t, ++expected)
+                      ASSERT_EQ(seen.count({TaskKind::fc2, b, t}), 1u);
                   }
-                  ASSERT_EQ(static_cast<std::size_t>(s.num_tickets()), expected);  // so no count is above one
+                  ASSERT_EQ(static_cast<std::size_t>(s.num_tickets()),
+                            expected);  // so no count is above one
                   ASSERT_EQ(seen.size(), expected);
                 }
 }
@@ -60,8 +64,10 @@ TEST(PipelineStreams, LagOrderTrailsByLagBands) {
   for (std::int64_t t = 0; t < s.num_tickets(); ++t) {
     const Task task = s.task(t);
     const std::int64_t band = task.block.v / 2;
-    if (task.kind == TaskKind::fc1) fc1_band = band;
-    else EXPECT_EQ(std::min<std::int64_t>(band + 2, 5), fc1_band) << "ticket " << t;
+    if (task.kind == TaskKind::fc1)
+      fc1_band = band;
+    else
+      EXPECT_EQ(std::min<std::int64_t>(band + 2, 5), fc1_band) << "ticket " << t;
   }
 }
 
@@ -81,7 +87,8 @@ TEST(PipelineStreams, SlabsPartitionTheTiles) {
 }
 
 TEST(PipelineStreams, WgradTilesCoverEachMatrixOnce) {
-  for (const auto& [h, i] : {std::pair<std::int64_t, std::int64_t>{64, 64}, {320, 192}, {704, 1408}, {2880, 64}}) {
+  for (const auto& [h, i] :
+       {std::pair<std::int64_t, std::int64_t>{64, 64}, {320, 192}, {704, 1408}, {2880, 64}}) {
     const WgradTiles tiles{h, i};
     std::vector<std::vector<int>> hits(3, std::vector<int>(static_cast<std::size_t>(h * i), 0));
     for (std::int64_t t = 0; t < tiles.size(); ++t) {
@@ -97,7 +104,8 @@ TEST(PipelineStreams, WgradTilesCoverEachMatrixOnce) {
 }
 
 TEST(PipelineStreams, DispatchAndMergeUnitsCoverEverything) {
-  const std::vector<std::int64_t> prefix = {0, 0, 130, 130, 131};  // experts with 0, 130, 0, 1 rows on one rank
+  const std::vector<std::int64_t> prefix = {0, 0, 130, 130,
+                                            131};  // experts with 0, 130, 0, 1 rows on one rank
   std::vector<std::int64_t> row_prefix;
   std::vector<std::int32_t> begin(4, 0), blocks = {2, 2, 4, 4, 5};
   for (std::size_t e = 0; e < 4; ++e) {

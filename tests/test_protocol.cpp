@@ -111,9 +111,10 @@ TEST_P(Protocol, ShuffledPassesGiveTheSameBits) {
   }
 }
 
-// Passes back to back: no rank waits for another between them, and each overwrites its inputs the moment it leaves a
-// pass. One rank is late in all of them, so the others are a pass ahead of it all the time. That is the proof of
-// docs/protocol.md that leaving needs no barrier, put to the test.
+// Passes back to back: no rank waits for another between them, and each overwrites its inputs the
+// moment it leaves a pass. One rank is late in all of them, so the others are a pass ahead of it
+// all the time. That is the proof of docs/protocol.md that leaving needs no barrier, put to the
+// test.
 TEST(ProtocolBackToBack, RanksMayBeAPassAhead) {
   const Problem p = small_problem(4, 9, 2);
   const LayerCase c({p, {3, 40, 0, 21}, Routing::uniform}, test_seed());

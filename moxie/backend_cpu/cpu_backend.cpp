@@ -1,5 +1,6 @@
-// The CPU twin: every rank is a group of threads in this process, running the real protocol over an in-process heap.
-// A worker's top function only gives roles; the roles are in roles_comm.h and roles_compute.h.
+// The CPU twin: every rank is a group of threads in this process, running the real protocol over an
+// in-process heap. A worker's top function only gives roles; the roles are in roles_comm.h and
+// roles_compute.h.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -42,10 +43,12 @@ void run_split(Worker<T>& w) {
   std::vector<std::int64_t> ends;
   if (r.direction == Direction::forward) {
     const auto& f = r.forward;
-    ends = {f.shared_blocks * f.shared_fc1_tiles, f.shared_tickets(), f.shared_tickets() + f.routed_blocks * f.fc1_tiles};
+    ends = {f.shared_blocks * f.shared_fc1_tiles, f.shared_tickets(),
+            f.shared_tickets() + f.routed_blocks * f.fc1_tiles};
   } else {
     std::int64_t leads = 0;
-    for (std::int64_t c = 0; c < r.backward.chunks.num_chunks; ++c) leads += r.backward.lead_tickets(c);
+    for (std::int64_t c = 0; c < r.backward.chunks.num_chunks; ++c)
+      leads += r.backward.lead_tickets(c);
     ends = {leads};
   }
   ends.push_back(r.num_tickets);
@@ -64,45 +67,54 @@ void run_fused(Worker<T>& w, Role role) {
   if (role == Role::comm) stage(w);
   schedule_pass(w);
   if (r.verdict != Verdict::go) return close_pass(w);
-  if (role == Role::comm) dispatch_rows(w);
-  else compute_tiles(w, r.num_tickets);
+  if (role == Role::comm)
+    dispatch_rows(w);
+  else
+    compute_tiles(w, r.num_tickets);
   merge_returns(w);  // compute workers join when their tickets are out
   finish_pass(w);
   close_pass(w);
 }
 
 template <class T>
-void worker_main(RankPass<T>& rank, Role role, std::int32_t idx, std::byte* scratch, std::vector<trace::Event>* events) {
-  if (rank.faults.late_rank == rank.me.v) std::this_thread::sleep_for(std::chrono::milliseconds(rank.faults.late_ms));
+void worker_main(RankPass<T>& rank, Role role, std::int32_t idx, std::byte* scratch,
+                 std::vector<trace::Event>* events) {
+  if (rank.faults.late_rank == rank.me.v)
+    std::this_thread::sleep_for(std::chrono::milliseconds(rank.faults.late_ms));
   Worker<T> worker(rank, role, idx, scratch, events);
   try {
-    if (rank.plan().mode == ExecMode::split) run_split(worker);
-    else run_fused(worker, role);
+    if (rank.plan().mode == ExecMode::split)
+      run_split(worker);
+    else
+      run_fused(worker, role);
   } catch (const GaveUp&) {  // the rank's record tells
   } catch (const Killed&) {  // fault injection: peers must find out by themselves
   }
 }
 
-// The passes of one rank: one, or several back to back. Only the rank's own workers meet between two of them, as the
-// CTAs of one GPU meet at the end of a launch; other ranks may be a pass ahead or behind.
+// The passes of one rank: one, or several back to back. Only the rank's own workers meet between
+// two of them, as the CTAs of one GPU meet at the end of a launch; other ranks may be a pass ahead
+// or behind.
 template <class T>
 struct RankRun {
   std::vector<std::unique_ptr<RankPass<T>>> passes;
   std::unique_ptr<std::barrier<>> between;
 };
 
-// Fault injection: what the rank will stage next becomes 0xFF as soon as it has left a pass. A peer that still read it
-// would show.
+// Fault injection: what the rank will stage next becomes 0xFF as soon as it has left a pass. A peer
+// that still read it would show.
 template <class T>
 void poison_inputs(const RankPass<T>& r) {
   const pipeline::HeapLayout& h = r.shape.heap;
   for (const pipeline::Region& region : {h.x_in, h.dy_in, h.routes_sorted, h.weights_sorted}) {
-    std::memset(r.template heap<std::byte>(region), 0xFF, static_cast<std::size_t>(region.num_bytes));
+    std::memset(r.template heap<std::byte>(region), 0xFF,
+                static_cast<std::size_t>(region.num_bytes));
   }
 }
 
 template <class T>
-void run_passes(const RankRun<T>& run, Role role, std::int32_t idx, std::byte* scratch, std::vector<trace::Event>* events) {
+void run_passes(const RankRun<T>& run, Role role, std::int32_t idx, std::byte* scratch,
+                std::vector<trace::Event>* events) {
   for (const auto& pass : run.passes) {
     worker_main(*pass, role, idx, scratch, events);
     run.between->arrive_and_wait();
@@ -118,13 +130,15 @@ class CpuLayer final : public BackendLayer {
  public:
   CpuLayer(CpuBackend& backend, const Problem& problem, const Plan& plan);
   std::unique_ptr<ContextState> make_context() override;
-  void forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs, ContextState* context,
-               trace::Trace* trace) override;
+  void forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
+               ContextState* context, trace::Trace* trace) override;
   void backward(const ContextState& context, std::span<const BackwardInput> inputs,
                 std::span<const BackwardOutput> outputs, trace::Trace* trace) override;
 
  private:
-  std::int64_t workers_per_rank() const { return shape_.plan.comm_workers + shape_.plan.compute_workers; }
+  std::int64_t workers_per_rank() const {
+    return shape_.plan.comm_workers + shape_.plan.compute_workers;
+  }
   std::byte* scratch(std::int64_t rank, std::int64_t worker) const {
     return scratch_.get() + (rank * workers_per_rank() + worker) * scratch_bytes_;
   }
@@ -156,7 +170,8 @@ class CpuBackend final : public Backend {
   bool stopped() const override { return stopped_; }
   void reset() override {
     for (std::int64_t r = 0; heaps_.num_bytes() > 0 && r < num_ranks(); ++r) {
-      std::memset(heaps_.memory().at<std::byte>(RankId{r}, 0), 0, static_cast<std::size_t>(signals_bytes_));
+      std::memset(heaps_.memory().at<std::byte>(RankId{r}, 0), 0,
+                  static_cast<std::size_t>(signals_bytes_));
     }
     ++generation_;
     stopped_ = false;
@@ -165,14 +180,17 @@ class CpuBackend final : public Backend {
   void set_faults(const FaultInjection& faults) override { options_.faults = faults; }
   std::string describe_gemm() const override { return gemm_.description(); }
 
-  // Heaps are shared by all layers; growing one starts its signals from zero again, which is legal between passes.
+  // Heaps are shared by all layers; growing one starts its signals from zero again, which is legal
+  // between passes.
   void reserve(const pipeline::HeapLayout& heap) {
     signals_bytes_ = heap.signals_bytes;  // depends on the number of ranks only
     if (heaps_.reserve(heap.num_bytes)) reset();
   }
   const expert::HostGemmEngine& gemm() const { return gemm_; }
   transport::PeerMemory peers() const { return heaps_.memory(); }
-  std::uint64_t generation() const { return generation_; }  // changes whenever signals and counters start from zero
+  std::uint64_t generation() const {
+    return generation_;
+  }  // changes whenever signals and counters start from zero
   void stop() { stopped_ = true; }
 
  private:
@@ -212,8 +230,10 @@ std::unique_ptr<ContextState> CpuLayer::make_context() {
   auto context = std::make_unique<CpuContext>();
   const Problem& p = shape_.problem;
   const std::int64_t elem = size_bytes(p.dtype), rows = shape_.saved_blocks * pipeline::kBlockRows;
-  const std::int64_t z = rows * 2 * p.intermediate * elem, x = shape_.saves_x ? rows * p.hidden * elem : 0;
-  const std::int64_t shared_z = shape_.saves_z ? p.max_tokens * 2 * p.shared.intermediate * elem : 0;
+  const std::int64_t z = rows * 2 * p.intermediate * elem,
+                     x = shape_.saves_x ? rows * p.hidden * elem : 0;
+  const std::int64_t shared_z =
+      shape_.saves_z ? p.max_tokens * 2 * p.shared.intermediate * elem : 0;
   for (std::int64_t r = 0; r < p.num_ranks; ++r) {
     RankContext rank;
     rank.ids.resize(static_cast<std::size_t>(p.max_tokens * p.top_k));
@@ -237,22 +257,29 @@ void CpuLayer::clear_counters() {
   generation_ = backend_.generation();
 }
 
-// Fault injection: every byte that a pass must write before it reads becomes 0xFF, a NaN in either storage type.
+// Fault injection: every byte that a pass must write before it reads becomes 0xFF, a NaN in either
+// storage type.
 void CpuLayer::poison(CpuContext* fill) {
   for (std::int64_t r = 0; r < shape_.problem.num_ranks; ++r) {
     std::memset(backend_.peers().at<std::byte>(RankId{r}, shape_.heap.signals_bytes), 0xFF,
                 static_cast<std::size_t>(shape_.heap.num_bytes - shape_.heap.signals_bytes));
     std::byte* workspace = workspaces_[static_cast<std::size_t>(r)].get();
     std::memset(workspace, 0xFF, static_cast<std::size_t>(shape_.workspace.pass_count.offset));
-    std::memset(workspace + shape_.workspace.tables_bytes, 0xFF,
-                static_cast<std::size_t>(shape_.workspace.num_bytes - shape_.workspace.tables_bytes));
+    std::memset(
+        workspace + shape_.workspace.tables_bytes, 0xFF,
+        static_cast<std::size_t>(shape_.workspace.num_bytes - shape_.workspace.tables_bytes));
     if (fill == nullptr) continue;
     RankContext& c = fill->ranks[static_cast<std::size_t>(r)];
-    const std::int64_t elem = size_bytes(shape_.problem.dtype), rows = shape_.saved_blocks * pipeline::kBlockRows;
-    std::memset(c.z.get(), 0xFF, static_cast<std::size_t>(rows * 2 * shape_.problem.intermediate * elem));
-    if (shape_.saves_x) std::memset(c.x.get(), 0xFF, static_cast<std::size_t>(rows * shape_.problem.hidden * elem));
+    const std::int64_t elem = size_bytes(shape_.problem.dtype),
+                       rows = shape_.saved_blocks * pipeline::kBlockRows;
+    std::memset(c.z.get(), 0xFF,
+                static_cast<std::size_t>(rows * 2 * shape_.problem.intermediate * elem));
+    if (shape_.saves_x)
+      std::memset(c.x.get(), 0xFF, static_cast<std::size_t>(rows * shape_.problem.hidden * elem));
   }
-  std::memset(scratch_.get(), 0xFF, static_cast<std::size_t>(shape_.problem.num_ranks * workers_per_rank() * scratch_bytes_));
+  std::memset(
+      scratch_.get(), 0xFF,
+      static_cast<std::size_t>(shape_.problem.num_ranks * workers_per_rank() * scratch_bytes_));
 }
 
 template <class T>
@@ -271,32 +298,43 @@ void CpuLayer::throw_if_failed(const std::vector<RankRun<T>>& runs) {
   if (!waits.empty()) {
     backend_.stop();
     // The rank whose own clock ran out first tells the story; the others were told by it.
-    const auto first = std::find_if(waits.begin(), waits.end(), [](const WaitRecord& w) { return w.told_by < 0; });
-    throw Error(ErrorCode::timeout,
-                fmt::format("{} of {} ranks gave up after {} s: {}; call World::reset() before the next pass",
-                            waits.size(), ranks.size(), backend_.options().timeout_s,
-                            to_string(first != waits.end() ? *first : waits.front())),
-                waits);
+    const auto first =
+        std::find_if(waits.begin(), waits.end(), [](const WaitRecord& w) { return w.told_by < 0; });
+    throw Error(
+        ErrorCode::timeout,
+        fmt::format(
+            "{} of {} ranks gave up after {} s: {}; call World::reset() before the next pass",
+            waits.size(), ranks.size(), backend_.options().timeout_s,
+            to_string(first != waits.end() ? *first : waits.front())),
+        waits);
   }
   const Problem& p = shape_.problem;
   for (const auto& r : ranks) {
     if (r->bad_route.route < 0) continue;
     throw Error(ErrorCode::invalid_route,
-                fmt::format("expert id of rank {} token {} slot {} is {}, must be between 0 and {} or -1 for no route; "
-                            "nearest legal value {}", r->me.v, r->bad_route.route / p.top_k, r->bad_route.route % p.top_k,
-                            r->bad_route.id, p.num_experts - 1, r->bad_route.id < -1 ? -1 : p.num_experts - 1));
+                fmt::format("expert id of rank {} token {} slot {} is {}, must be between 0 and {} "
+                            "or -1 for no route; "
+                            "nearest legal value {}",
+                            r->me.v, r->bad_route.route / p.top_k, r->bad_route.route % p.top_k,
+                            r->bad_route.id, p.num_experts - 1,
+                            r->bad_route.id < -1 ? -1 : p.num_experts - 1));
   }
   for (const auto& r : ranks) {
-    if (r->verdict != Verdict::capacity_exceeded || r->wanted_blocks <= shape_.extents.routed_blocks) continue;
+    if (r->verdict != Verdict::capacity_exceeded ||
+        r->wanted_blocks <= shape_.extents.routed_blocks)
+      continue;
     throw Error(ErrorCode::capacity_exceeded,
-                fmt::format("rank {} would receive {} rows (padded to blocks of {}), must be at most plan.capacity_rows {}; "
-                            "nearest legal capacity_rows {}", r->me.v, r->wanted_blocks * pipeline::kBlockRows,
-                            pipeline::kBlockRows, shape_.plan.capacity_rows, r->wanted_blocks * pipeline::kBlockRows));
+                fmt::format("rank {} would receive {} rows (padded to blocks of {}), must be at "
+                            "most plan.capacity_rows {}; "
+                            "nearest legal capacity_rows {}",
+                            r->me.v, r->wanted_blocks * pipeline::kBlockRows, pipeline::kBlockRows,
+                            shape_.plan.capacity_rows, r->wanted_blocks * pipeline::kBlockRows));
   }
 }
 
 template <class T>
-void CpuLayer::run(Direction direction, const std::function<void(RankPass<T>&)>& bind, trace::Trace* trace) {
+void CpuLayer::run(Direction direction, const std::function<void(RankPass<T>&)>& bind,
+                   trace::Trace* trace) {
   const Problem& p = shape_.problem;
   const Plan& plan = shape_.plan;
   if (generation_ != backend_.generation()) clear_counters();
@@ -308,11 +346,14 @@ void CpuLayer::run(Direction direction, const std::function<void(RankPass<T>&)>&
     const RankId me{static_cast<std::int64_t>(i)};
     runs[i].between = std::make_unique<std::barrier<>>(static_cast<std::ptrdiff_t>(workers));
     for (int k = 0; k < num_passes; ++k) {
-      auto r = std::unique_ptr<RankPass<T>>(new RankPass<T>{shape_, direction, me, backend_.peers(), workspaces_[i].get(),
-                                                            backend_.gemm(), backend_.options().faults, 0, 0, begin});
+      auto r = std::unique_ptr<RankPass<T>>(
+          new RankPass<T>{shape_, direction, me, backend_.peers(), workspaces_[i].get(),
+                          backend_.gemm(), backend_.options().faults, 0, 0, begin});
       r->watch.timeout_s = backend_.options().timeout_s;
-      r->epoch = *r->template heap<std::uint64_t>(shape_.heap.epoch) + 1 + static_cast<std::uint64_t>(k);
-      r->pass_count = *r->template ws<std::uint64_t>(shape_.workspace.pass_count) + static_cast<std::uint64_t>(k);
+      r->epoch =
+          *r->template heap<std::uint64_t>(shape_.heap.epoch) + 1 + static_cast<std::uint64_t>(k);
+      r->pass_count = *r->template ws<std::uint64_t>(shape_.workspace.pass_count) +
+                      static_cast<std::uint64_t>(k);
       bind(*r);
       runs[i].passes.push_back(std::move(r));
     }
@@ -323,8 +364,10 @@ void CpuLayer::run(Direction direction, const std::function<void(RankPass<T>&)>&
     for (std::size_t i = 0; i < runs.size(); ++i) {
       for (std::size_t k = 0; k < workers; ++k) {
         const bool comm = k < static_cast<std::size_t>(plan.comm_workers);
-        const auto idx = static_cast<std::int32_t>(comm ? k : k - static_cast<std::size_t>(plan.comm_workers));
-        threads.emplace_back(run_passes<T>, std::cref(runs[i]), comm ? Role::comm : Role::compute, idx,
+        const auto idx =
+            static_cast<std::int32_t>(comm ? k : k - static_cast<std::size_t>(plan.comm_workers));
+        threads.emplace_back(run_passes<T>, std::cref(runs[i]), comm ? Role::comm : Role::compute,
+                             idx,
                              scratch(static_cast<std::int64_t>(i), static_cast<std::int64_t>(k)),
                              trace != nullptr ? &events[i * workers + k] : nullptr);
       }
@@ -334,8 +377,9 @@ void CpuLayer::run(Direction direction, const std::function<void(RankPass<T>&)>&
     trace->num_ranks = static_cast<std::int32_t>(p.num_ranks);
     trace->comm_workers = plan.comm_workers;
     trace->compute_workers = plan.compute_workers;
-    trace->title = fmt::format("{}, {} ranks, {} {}", direction == Direction::forward ? "forward" : "backward",
-                               p.num_ranks, name(plan.mode), name(plan.order));
+    trace->title =
+        fmt::format("{}, {} ranks, {} {}", direction == Direction::forward ? "forward" : "backward",
+                    p.num_ranks, name(plan.mode), name(plan.order));
     trace->events.clear();
     for (const auto& e : events) trace->events.insert(trace->events.end(), e.begin(), e.end());
   }
@@ -382,16 +426,20 @@ void CpuLayer::forward(std::span<const ForwardInput> inputs, std::span<const For
                        ContextState* context, trace::Trace* trace) {
   auto* fill = static_cast<CpuContext*>(context);
   if (backend_.options().faults.poison_workspace) poison(fill);
-  if (shape_.problem.dtype == DType::f32) run<float>(Direction::forward, ForwardBind<float>{inputs, outputs, fill}, trace);
-  else run<bf16>(Direction::forward, ForwardBind<bf16>{inputs, outputs, fill}, trace);
+  if (shape_.problem.dtype == DType::f32)
+    run<float>(Direction::forward, ForwardBind<float>{inputs, outputs, fill}, trace);
+  else
+    run<bf16>(Direction::forward, ForwardBind<bf16>{inputs, outputs, fill}, trace);
 }
 
 void CpuLayer::backward(const ContextState& context, std::span<const BackwardInput> inputs,
                         std::span<const BackwardOutput> outputs, trace::Trace* trace) {
   const auto* saved = static_cast<const CpuContext*>(&context);
   if (backend_.options().faults.poison_workspace) poison(nullptr);
-  if (shape_.problem.dtype == DType::f32) run<float>(Direction::backward, BackwardBind<float>{inputs, outputs, saved}, trace);
-  else run<bf16>(Direction::backward, BackwardBind<bf16>{inputs, outputs, saved}, trace);
+  if (shape_.problem.dtype == DType::f32)
+    run<float>(Direction::backward, BackwardBind<float>{inputs, outputs, saved}, trace);
+  else
+    run<bf16>(Direction::backward, BackwardBind<bf16>{inputs, outputs, saved}, trace);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// RankPass: everything one rank's workers share during one pass. Pointers are resolved from pipeline/layout.h here and
-// nowhere else; roles read like the design's prose because of it.
+// RankPass: everything one rank's workers share during one pass. Pointers are resolved from
+// pipeline/layout.h here and nowhere else; roles read like the design's prose because of it.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -39,7 +39,7 @@ struct LayerShape {
   pipeline::HeapLayout heap;
   pipeline::WorkspaceLayout workspace;
   pipeline::CounterLayout counters;
-  std::int64_t saved_blocks = 0;     // routed blocks whose z (and x) a context keeps
+  std::int64_t saved_blocks = 0;  // routed blocks whose z (and x) a context keeps
   bool saves_z = false, saves_x = false;
 };
 
@@ -66,21 +66,21 @@ struct RankPass {
 
   // caller's tensors
   std::int64_t num_tokens = 0;
-  const T* x = nullptr;                       // [T, H]
-  const T* dy = nullptr;                      // [T, H]  backward
-  ConstTensorView expert_ids;                 // [T, K]  forward
-  const float* route_weights = nullptr;       // [T, K]
+  const T* x = nullptr;                  // [T, H]
+  const T* dy = nullptr;                 // [T, H]  backward
+  ConstTensorView expert_ids;            // [T, K]  forward
+  const float* route_weights = nullptr;  // [T, K]
   const Weights* weights = nullptr;
-  const WeightGrads* grads = nullptr;         // backward
-  T* out = nullptr;                           // [T, H]  y or dx
-  float* d_route_weights = nullptr;           // [T, K]  backward
-  RankContext* fill = nullptr;                // forward: context to fill, or null
-  const RankContext* saved = nullptr;         // backward
+  const WeightGrads* grads = nullptr;  // backward
+  T* out = nullptr;                    // [T, H]  y or dx
+  float* d_route_weights = nullptr;    // [T, K]  backward
+  RankContext* fill = nullptr;         // forward: context to fill, or null
+  const RankContext* saved = nullptr;  // backward
 
   // results of the schedule, valid after schedule_ready
   pipeline::Verdict verdict = pipeline::Verdict::go;
   schedule::BadRoute bad_route;
-  std::int64_t wanted_blocks = 0;             // routed blocks this pass needs
+  std::int64_t wanted_blocks = 0;  // routed blocks this pass needs
   pipeline::BlockTable table;
   pipeline::ForwardStream forward;
   pipeline::BackwardStream backward;
@@ -90,7 +90,9 @@ struct RankPass {
 
   const Problem& problem() const { return shape.problem; }
   const Plan& plan() const { return shape.plan; }
-  std::int64_t num_slabs() const { return direction == Direction::forward ? shape.plan.num_slabs : 1; }
+  std::int64_t num_slabs() const {
+    return direction == Direction::forward ? shape.plan.num_slabs : 1;
+  }
 
   template <class U>
   U* ws(const pipeline::Region& region) const {
@@ -104,7 +106,9 @@ struct RankPass {
     return peers.at<std::uint64_t>(at, region.offset)[idx];
   }
   std::uint32_t& counter(std::int64_t word) const {
-    return ws<std::uint32_t>(shape.workspace.counters)[pipeline::counter_bank(pass_count) * shape.workspace.counter_words + word];
+    return ws<std::uint32_t>(
+        shape.workspace
+            .counters)[pipeline::counter_bank(pass_count) * shape.workspace.counter_words + word];
   }
 
   // expert of a block
@@ -116,10 +120,12 @@ struct RankPass {
 
   // rows of a block: where each tensor's [128, ...] slot is
   pipeline::RowOrigin* origins(BlockId b) const {
-    return ws<pipeline::RowOrigin>(shape.workspace.origins) + table.routed_idx(b) * pipeline::kBlockRows;
+    return ws<pipeline::RowOrigin>(shape.workspace.origins) +
+           table.routed_idx(b) * pipeline::kBlockRows;
   }
   float row_weight(BlockId b, std::int64_t i) const {
-    return shared(b) ? ws<float>(shape.workspace.shared_weight)[b.v * pipeline::kBlockRows + i] : origins(b)[i].weight;
+    return shared(b) ? ws<float>(shape.workspace.shared_weight)[b.v * pipeline::kBlockRows + i]
+                     : origins(b)[i].weight;
   }
   T* slot(const pipeline::Region& ring, std::int64_t slot_idx, std::int64_t row_elems) const {
     return ws<T>(ring) + slot_idx * pipeline::kBlockRows * row_elems;
@@ -129,14 +135,17 @@ struct RankPass {
   }
   std::int64_t backward_slot(BlockId b) const { return b.v % plan().backward_ring_blocks; }
 
-  bool x_saved(BlockId b) const { return shape.saves_x && table.routed_idx(b) < shape.saved_blocks; }
+  bool x_saved(BlockId b) const {
+    return shape.saves_x && table.routed_idx(b) < shape.saved_blocks;
+  }
   T* x_rows(BlockId b) const;       // [128, H]
   T* hidden_rows(BlockId b) const;  // [128, I]  forward
   const T* dy_rows(BlockId b) const;
   T* z_rows(const RankContext* context, BlockId b) const;  // [128, 2 I] or null when not saved
   expert::DgradRows<T> dgrad_rows(BlockId b) const;
   float* dw_partial(BlockId b) const {
-    return ws<float>(shape.workspace.dw_partial) + backward_slot(b) * pipeline::kBlockRows * dw_ld();
+    return ws<float>(shape.workspace.dw_partial) +
+           backward_slot(b) * pipeline::kBlockRows * dw_ld();
   }
   std::int64_t dw_ld() const { return pipeline::num_fc1_tiles(shape.extents.wide_intermediate); }
 };
@@ -171,7 +180,8 @@ T* RankPass<T>::x_rows(BlockId b) const {
   if (direction == Direction::forward) {
     return slot(shape.workspace.x_ring, table.routed_idx(b) % plan().x_ring_blocks, h);
   }
-  if (x_saved(b)) return reinterpret_cast<T*>(saved->x.get()) + table.routed_idx(b) * pipeline::kBlockRows * h;
+  if (x_saved(b))
+    return reinterpret_cast<T*>(saved->x.get()) + table.routed_idx(b) * pipeline::kBlockRows * h;
   return slot(shape.workspace.xb_ring, backward_slot(b), h);
 }
 
@@ -179,12 +189,14 @@ template <class T>
 T* RankPass<T>::hidden_rows(BlockId b) const {
   const std::int64_t i = intermediate(shared(b));
   return shared(b) ? slot(shape.workspace.shared_hidden, b.v, i)
-                   : slot(shape.workspace.hidden_ring, table.routed_idx(b) % plan().hidden_ring_blocks, i);
+                   : slot(shape.workspace.hidden_ring,
+                          table.routed_idx(b) % plan().hidden_ring_blocks, i);
 }
 
 template <class T>
 const T* RankPass<T>::dy_rows(BlockId b) const {
-  return shared(b) ? local_rows(shape.heap.dy_in, b) : slot(shape.workspace.dy_ring, backward_slot(b), problem().hidden);
+  return shared(b) ? local_rows(shape.heap.dy_in, b)
+                   : slot(shape.workspace.dy_ring, backward_slot(b), problem().hidden);
 }
 
 template <class T>

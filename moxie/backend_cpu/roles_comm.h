@@ -1,5 +1,6 @@
-// Communication roles of the CPU twin, the same for both directions: stage, schedule, dispatch, merge. They follow a
-// token from its home rank to its experts' ranks and back. Who waits for whom: docs/protocol.md.
+// Communication roles of the CPU twin, the same for both directions: stage, schedule, dispatch,
+// merge. They follow a token from its home rank to its experts' ranks and back. Who waits for whom:
+// docs/protocol.md.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -25,8 +26,10 @@ void sort_own_routes(Worker<T>& w) {
   const float* weights = r.route_weights;
   if (r.direction == Direction::forward) {
     r.bad_route = r.expert_ids.dtype == DType::i64
-                      ? schedule::narrow_ids(r.expert_ids.template as<std::int64_t>(), num_routes, p.num_experts, ids)
-                      : schedule::narrow_ids(r.expert_ids.template as<std::int32_t>(), num_routes, p.num_experts, ids);
+                      ? schedule::narrow_ids(r.expert_ids.template as<std::int64_t>(), num_routes,
+                                             p.num_experts, ids)
+                      : schedule::narrow_ids(r.expert_ids.template as<std::int32_t>(), num_routes,
+                                             p.num_experts, ids);
     if (r.bad_route.route >= 0) return;
     if (r.fill != nullptr) {
       std::copy_n(ids, num_routes, r.fill->ids.data());
@@ -38,7 +41,8 @@ void sort_own_routes(Worker<T>& w) {
     std::copy_n(r.saved->ids.data(), num_routes, ids);
     weights = r.saved->weights.data();
   }
-  schedule::sort_routes(ids, weights, num_routes, p.num_experts, r.template heap<std::int32_t>(r.shape.heap.routes_sorted),
+  schedule::sort_routes(ids, weights, num_routes, p.num_experts,
+                        r.template heap<std::int32_t>(r.shape.heap.routes_sorted),
                         r.template heap<float>(r.shape.heap.weights_sorted),
                         r.template heap<std::int32_t>(r.shape.heap.route_begin));
 }
@@ -53,12 +57,14 @@ void stage_shared_weights(RankPass<T>& r, Range tokens) {
     if (!r.problem().shared.output_gate) continue;
     const T* gate = r.weights->shared_output_gate.template as<T>();
     float dot = 0.0f;
-    for (std::int64_t j = 0; j < h; ++j) dot += expert::widen(r.x[t * h + j]) * expert::widen(gate[j]);
+    for (std::int64_t j = 0; j < h; ++j)
+      dot += expert::widen(r.x[t * h + j]) * expert::widen(gate[j]);
     weight[t] = expert::sigmoid(dot);
   }
 }
 
-// Copies this rank's inputs into its heap; the leader sorts first and then tells every peer that all is there.
+// Copies this rank's inputs into its heap; the leader sorts first and then tells every peer that
+// all is there.
 template <class T>
 void stage(Worker<T>& w) {
   RankPass<T>& r = w.rank();
@@ -76,7 +82,8 @@ void stage(Worker<T>& w) {
       const Range tokens = pipeline::tile_range(*unit, pipeline::kTokenUnit, r.num_tokens);
       const std::int64_t at = tokens.begin * h, count = tokens.size() * h;
       std::copy_n(r.x + at, count, r.template heap<T>(r.shape.heap.x_in) + at);
-      if (r.direction == Direction::backward) std::copy_n(r.dy + at, count, r.template heap<T>(r.shape.heap.dy_in) + at);
+      if (r.direction == Direction::backward)
+        std::copy_n(r.dy + at, count, r.template heap<T>(r.shape.heap.dy_in) + at);
       if (r.problem().shared.intermediate > 0) stage_shared_weights(r, tokens);
       w.add(c.stage_done, static_cast<std::uint32_t>(tokens.size()));
     }
@@ -88,7 +95,8 @@ void stage(Worker<T>& w) {
                      pipeline::make_signal(r.epoch, static_cast<std::uint32_t>(own)));
 }
 
-// Leader: waits for every peer's inputs, and if somebody objects, or the capacity is not proven, for their verdicts too.
+// Leader: waits for every peer's inputs, and if somebody objects, or the capacity is not proven,
+// for their verdicts too.
 template <class T>
 Verdict agree(Worker<T>& w) {
   RankPass<T>& r = w.rank();
@@ -97,9 +105,11 @@ Verdict agree(Worker<T>& w) {
   Verdict verdict = Verdict::go;
   std::vector<const std::int32_t*> peer_route_begin;
   for (std::int64_t i = 0; i < p.num_ranks; ++i) {
-    const std::uint64_t word = w.wait_signal(r.shape.heap.inputs_ready, i, wanted, WaitFor::inputs_ready, i);
+    const std::uint64_t word =
+        w.wait_signal(r.shape.heap.inputs_ready, i, wanted, WaitFor::inputs_ready, i);
     if (pipeline::payload_of(word) != 0) verdict = static_cast<Verdict>(pipeline::payload_of(word));
-    peer_route_begin.push_back(r.peers.template at<const std::int32_t>(RankId{i}, r.shape.heap.route_begin.offset));
+    peer_route_begin.push_back(
+        r.peers.template at<const std::int32_t>(RankId{i}, r.shape.heap.route_begin.offset));
   }
   if (verdict == Verdict::go) {
     r.table = schedule::build_blocks(p, r.me, r.num_tokens, peer_route_begin,
@@ -111,11 +121,14 @@ Verdict agree(Worker<T>& w) {
   }
   const bool proven = r.shape.extents.routed_blocks >= pipeline::worst_case_blocks(p);
   if (verdict == Verdict::go && proven) return verdict;
-  // Every rank enters here or none: objections are seen by all, and `proven` is the same everywhere. Nobody leaves, and so
-  // nobody overwrites an inputs_ready word, before all have judged.
-  w.raise_everywhere(r.shape.heap.agreement, r.me.v, pipeline::make_signal(r.epoch, static_cast<std::uint32_t>(verdict)));
+  // Every rank enters here or none: objections are seen by all, and `proven` is the same
+  // everywhere. Nobody leaves, and so nobody overwrites an inputs_ready word, before all have
+  // judged.
+  w.raise_everywhere(r.shape.heap.agreement, r.me.v,
+                     pipeline::make_signal(r.epoch, static_cast<std::uint32_t>(verdict)));
   for (std::int64_t i = 0; i < p.num_ranks; ++i) {
-    const std::uint64_t word = w.wait_signal(r.shape.heap.agreement, i, wanted, WaitFor::agreement, i);
+    const std::uint64_t word =
+        w.wait_signal(r.shape.heap.agreement, i, wanted, WaitFor::agreement, i);
     if (verdict == Verdict::go) verdict = static_cast<Verdict>(pipeline::payload_of(word));
   }
   return verdict;
@@ -133,11 +146,12 @@ void schedule_pass(Worker<T>& w) {
           r.forward = pipeline::forward_stream(r.problem(), r.plan(), r.table);
           r.num_tickets = r.forward.num_tickets();
         } else {
-          r.backward = schedule::build_chunks(r.problem(), r.plan(), r.table,
-                                              r.template ws<std::int32_t>(r.shape.workspace.chunk_block),
-                                              r.template ws<std::int32_t>(r.shape.workspace.chunk_expert),
-                                              r.template ws<std::int32_t>(r.shape.workspace.chunk_after),
-                                              r.template ws<std::int64_t>(r.shape.workspace.step_ticket));
+          r.backward =
+              schedule::build_chunks(r.problem(), r.plan(), r.table,
+                                     r.template ws<std::int32_t>(r.shape.workspace.chunk_block),
+                                     r.template ws<std::int32_t>(r.shape.workspace.chunk_expert),
+                                     r.template ws<std::int32_t>(r.shape.workspace.chunk_after),
+                                     r.template ws<std::int64_t>(r.shape.workspace.step_ticket));
           r.num_tickets = r.backward.num_tickets();
         }
         if (r.wanted_blocks == 0) {  // no piece will ever complete a slab: say so now
@@ -153,7 +167,8 @@ void schedule_pass(Worker<T>& w) {
 template <class T>
 void announce_slab(Worker<T>& w, std::int64_t slab) {
   RankPass<T>& r = w.rank();
-  w.raise_everywhere(r.shape.heap.returns_done, r.me.v * pipeline::kMaxSlabs + slab, pipeline::make_signal(r.epoch));
+  w.raise_everywhere(r.shape.heap.returns_done, r.me.v * pipeline::kMaxSlabs + slab,
+                     pipeline::make_signal(r.epoch));
 }
 
 // Waits until the ring slot that `b` will use is free.
@@ -169,7 +184,8 @@ void wait_slot_free(Worker<T>& w, BlockId b) {
     const BlockId holder{b.v - r.plan().backward_ring_blocks};
     if (holder.v < 0) return;
     const std::int64_t chunk = r.backward.chunks.chunk_of(holder);
-    w.wait_counter(c.trail_done + chunk, r.backward.trail_tickets(chunk), WaitFor::x_slot_free, chunk);
+    w.wait_counter(c.trail_done + chunk, r.backward.trail_tickets(chunk), WaitFor::x_slot_free,
+                   chunk);
   }
 }
 
@@ -177,8 +193,10 @@ void wait_slot_free(Worker<T>& w, BlockId b) {
 template <class T>
 void dispatch_rows(Worker<T>& w) {
   RankPass<T>& r = w.rank();
-  const std::int64_t row_elems = r.problem().hidden, row_bytes = row_elems * static_cast<std::int64_t>(sizeof(T));
-  while (const auto unit = w.claim(r.shape.counters.dispatch_unit, pipeline::num_dispatch_units(r.table))) {
+  const std::int64_t row_elems = r.problem().hidden,
+                     row_bytes = row_elems * static_cast<std::int64_t>(sizeof(T));
+  while (const auto unit =
+             w.claim(r.shape.counters.dispatch_unit, pipeline::num_dispatch_units(r.table))) {
     const pipeline::DispatchUnit u = pipeline::dispatch_unit(r.table, *unit);
     if (u.rows.size() == 0) continue;
     wait_slot_free(w, u.block);
@@ -187,11 +205,13 @@ void dispatch_rows(Worker<T>& w) {
       dispatch::resolve_origins(r.table, r.shape.heap, r.peers, u.block, u.rows, origins);
       auto pull = [&](const pipeline::Region& tensor, T* block, T* keep) {
         dispatch::pull_rows(r.peers, origins, u.rows, r.problem().top_k, row_bytes,
-                            {tensor.offset, reinterpret_cast<std::byte*>(block), reinterpret_cast<std::byte*>(keep)});
+                            {tensor.offset, reinterpret_cast<std::byte*>(block),
+                             reinterpret_cast<std::byte*>(keep)});
       };
       if (r.direction == Direction::forward) {
         T* keep = r.fill != nullptr && r.x_saved(u.block)
-                      ? reinterpret_cast<T*>(r.fill->x.get()) + r.table.routed_idx(u.block) * pipeline::kBlockRows * row_elems
+                      ? reinterpret_cast<T*>(r.fill->x.get()) +
+                            r.table.routed_idx(u.block) * pipeline::kBlockRows * row_elems
                       : nullptr;
         pull(r.shape.heap.x_in, r.x_rows(u.block), keep);
       } else {
@@ -199,7 +219,8 @@ void dispatch_rows(Worker<T>& w) {
         if (!r.x_saved(u.block)) pull(r.shape.heap.x_in, r.x_rows(u.block), nullptr);
       }
     });
-    w.add(r.shape.counters.x_ready + pipeline::minibatch_of(r.table, u.block, r.plan().minibatch_blocks),
+    w.add(r.shape.counters.x_ready +
+              pipeline::minibatch_of(r.table, u.block, r.plan().minibatch_blocks),
           static_cast<std::uint32_t>(u.rows.size()));
   }
 }
@@ -224,11 +245,13 @@ void merge_slab(Worker<T>& w, const pipeline::MergeUnit& unit) {
   const Problem& p = r.problem();
   const std::int64_t tiles = pipeline::num_fc2_tiles(p.hidden);
   const Range slab = pipeline::slab_tiles(unit.slab, r.num_slabs(), tiles);
-  const Range cols{slab.begin * pipeline::kFc2TileCols, min64(slab.end * pipeline::kFc2TileCols, p.hidden)};
+  const Range cols{slab.begin * pipeline::kFc2TileCols,
+                   min64(slab.end * pipeline::kFc2TileCols, p.hidden)};
   const auto* ids = r.template ws<const std::int32_t>(r.shape.workspace.ids);
-  const T* shared_out = p.shared.intermediate > 0 ? r.template ws<const T>(r.shape.workspace.shared_out) : nullptr;
-  merge::merge_tokens<T>(ids, r.template heap<const T>(r.shape.heap.returns), shared_out, unit.tokens, cols, p.top_k,
-                         p.hidden, r.out);
+  const T* shared_out =
+      p.shared.intermediate > 0 ? r.template ws<const T>(r.shape.workspace.shared_out) : nullptr;
+  merge::merge_tokens<T>(ids, r.template heap<const T>(r.shape.heap.returns), shared_out,
+                         unit.tokens, cols, p.top_k, p.hidden, r.out);
   if (r.direction == Direction::forward) return;
   const auto* d_weights = r.template heap<const float>(r.shape.heap.d_weights);
   for (std::int64_t i = unit.tokens.begin * p.top_k; i < unit.tokens.end * p.top_k; ++i) {
@@ -242,10 +265,12 @@ void merge_returns(Worker<T>& w) {
   RankPass<T>& r = w.rank();
   const auto& c = r.shape.counters;
   const std::uint64_t wanted = pipeline::make_signal(r.epoch);
-  while (const auto at = w.claim(c.merge_unit, pipeline::num_merge_units(r.num_tokens, r.num_slabs()))) {
+  while (const auto at =
+             w.claim(c.merge_unit, pipeline::num_merge_units(r.num_tokens, r.num_slabs()))) {
     const pipeline::MergeUnit unit = pipeline::merge_unit(*at, r.num_tokens);
     for (std::int64_t i = 0; i < r.problem().num_ranks; ++i) {
-      w.wait_signal(r.shape.heap.returns_done, i * pipeline::kMaxSlabs + unit.slab, wanted, WaitFor::returns_done, i);
+      w.wait_signal(r.shape.heap.returns_done, i * pipeline::kMaxSlabs + unit.slab, wanted,
+                    WaitFor::returns_done, i);
     }
     w.wait_counter(c.shared_done, shared_tiles(r), WaitFor::shared_done, 0);
     w.traced(trace::Kind::merge, *at, unit.slab, false, [&] { merge_slab(w, unit); });
@@ -253,7 +278,8 @@ void merge_returns(Worker<T>& w) {
   }
 }
 
-// The last act of the leader, also of a pass that was called off: the next one begins at the next epoch and bank.
+// The last act of the leader, also of a pass that was called off: the next one begins at the next
+// epoch and bank.
 template <class T>
 void close_pass(Worker<T>& w) {
   RankPass<T>& r = w.rank();
@@ -265,19 +291,19 @@ void close_pass(Worker<T>& w) {
   w.wait_counter(r.shape.counters.closed, 1, WaitFor::pass_closed, 0);
 }
 
-// The rank may leave when its own output is whole and every peer has pushed everything: then nobody reads its heap any
-// more, and its next pass may overwrite it.
+// The rank may leave when its own output is whole and every peer has pushed everything: then nobody
+// reads its heap any more, and its next pass may overwrite it.
 template <class T>
 void finish_pass(Worker<T>& w) {
   RankPass<T>& r = w.rank();
-  w.wait_counter(r.shape.counters.merge_done, pipeline::num_merge_units(r.num_tokens, r.num_slabs()),
-                 WaitFor::merge_done, 0);
+  w.wait_counter(r.shape.counters.merge_done,
+                 pipeline::num_merge_units(r.num_tokens, r.num_slabs()), WaitFor::merge_done, 0);
   w.wait_counter(r.shape.counters.tasks_done, r.num_tickets, WaitFor::tasks_done, 0);
   if (!w.leader()) return;
   for (std::int64_t i = 0; i < r.problem().num_ranks; ++i) {
     for (std::int64_t s = 0; s < r.num_slabs(); ++s) {
-      w.wait_signal(r.shape.heap.returns_done, i * pipeline::kMaxSlabs + s, pipeline::make_signal(r.epoch),
-                    WaitFor::returns_done, i);
+      w.wait_signal(r.shape.heap.returns_done, i * pipeline::kMaxSlabs + s,
+                    pipeline::make_signal(r.epoch), WaitFor::returns_done, i);
     }
   }
 }

@@ -1,10 +1,11 @@
 // Stage 4, combine: results go straight home.
 //
-//   FC2 (backward: dX) accumulators of (block, 256 columns)  ->  returns[token * K + slot, cols] on the home rank
+//   FC2 (backward: dX) accumulators of (block, 256 columns)  ->  returns[token * K + slot, cols] on
+//   the home rank
 //
-// Push, because the result's home is known: there is no y buffer and no second copy. Own rows take the same path. When
-// a rank has pushed every piece of a column slab it raises returns_done[slab] at every peer, rows or no rows.
-// Reference body: combine_ref.h.
+// Push, because the result's home is known: there is no y buffer and no second copy. Own rows take
+// the same path. When a rank has pushed every piece of a column slab it raises returns_done[slab]
+// at every peer, rows or no rows. Reference body: combine_ref.h.
 #pragma once
 #include <cstdint>
 

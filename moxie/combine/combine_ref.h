@@ -8,12 +8,13 @@
 
 namespace moxie::combine {
 
-// Rounds row pieces to storage and writes them to their homes. PeerMemory is any type with at<T>(rank, offset).
+// Rounds row pieces to storage and writes them to their homes. PeerMemory is any type with
+// at<T>(rank, offset).
 template <class T, class PeerMemory>
 void push_pieces(const PeerMemory& peers, std::int64_t returns_offset,
-                 const pipeline::RowOrigin* origins,     // [rows]
+                 const pipeline::RowOrigin* origins,  // [rows]
                  std::int64_t rows, pipeline::Range cols, std::int64_t hidden,
-                 const float* pieces) {                  // [rows, cols.size()]
+                 const float* pieces) {  // [rows, cols.size()]
   const std::int64_t n = cols.size();
   for (std::int64_t i = 0; i < rows; ++i) {
     T* home = peers.template at<T>(RankId{origins[i].rank}, returns_offset) +

@@ -1,5 +1,5 @@
-// Integer arithmetic that is used for sizes and offsets. All of it is 64-bit; the checked forms are for sizes that come
-// from a user and could overflow even that.
+// Integer arithmetic that is used for sizes and offsets. All of it is 64-bit; the checked forms are
+// for sizes that come from a user and could overflow even that.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +8,9 @@
 namespace moxie {
 
 MOXIE_HD constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-MOXIE_HD constexpr std::int64_t align_up(std::int64_t a, std::int64_t b) { return ceil_div(a, b) * b; }
+MOXIE_HD constexpr std::int64_t align_up(std::int64_t a, std::int64_t b) {
+  return ceil_div(a, b) * b;
+}
 MOXIE_HD constexpr std::int64_t min64(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 MOXIE_HD constexpr std::int64_t max64(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
 

@@ -1,5 +1,6 @@
-// Storage types. BF16 is stored as its 16 bits and converted with round-to-nearest-even; all arithmetic is FP32.
-// The CPU twin rounds exactly where the GPU kernel rounds (see expert/expert.h), hence the shared conversion.
+// Storage types. BF16 is stored as its 16 bits and converted with round-to-nearest-even; all
+// arithmetic is FP32. The CPU twin rounds exactly where the GPU kernel rounds (see
+// expert/expert.h), hence the shared conversion.
 #pragma once
 #include <bit>
 #include <cstddef>
@@ -29,19 +30,29 @@ struct bf16 {
       bits = static_cast<std::uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
     }
   }
-  constexpr explicit operator float() const { return std::bit_cast<float>(std::uint32_t{bits} << 16); }
+  constexpr explicit operator float() const {
+    return std::bit_cast<float>(std::uint32_t{bits} << 16);
+  }
 };
 static_assert(sizeof(bf16) == 2);
 
 template <class T>
 constexpr DType dtype_of();
 template <>
-constexpr DType dtype_of<float>() { return DType::f32; }
+constexpr DType dtype_of<float>() {
+  return DType::f32;
+}
 template <>
-constexpr DType dtype_of<bf16>() { return DType::bf16; }
+constexpr DType dtype_of<bf16>() {
+  return DType::bf16;
+}
 template <>
-constexpr DType dtype_of<std::int32_t>() { return DType::i32; }
+constexpr DType dtype_of<std::int32_t>() {
+  return DType::i32;
+}
 template <>
-constexpr DType dtype_of<std::int64_t>() { return DType::i64; }
+constexpr DType dtype_of<std::int64_t>() {
+  return DType::i64;
+}
 
 }  // namespace moxie

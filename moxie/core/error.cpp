@@ -43,8 +43,9 @@ const char* name(WaitFor what) {
 }
 
 std::string to_string(const WaitRecord& r) {
-  const std::string who = fmt::format("rank {} {} worker {} waited for {}[{}] of epoch {}: wanted {}, saw {}", r.rank,
-                                      name(r.role), r.worker, name(r.what), r.index, r.epoch, r.wanted, r.seen);
+  const std::string who =
+      fmt::format("rank {} {} worker {} waited for {}[{}] of epoch {}: wanted {}, saw {}", r.rank,
+                  name(r.role), r.worker, name(r.what), r.index, r.epoch, r.wanted, r.seen);
   return r.told_by < 0 ? who : who + fmt::format(" (gave up when rank {} did)", r.told_by);
 }
 

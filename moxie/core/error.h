@@ -1,5 +1,6 @@
-// The one error type of the library. The library never prints, exits or aborts: it throws Error, the CLI prints it.
-// `what()` is one sentence: what is wrong, the value seen, the rule, the nearest legal value.
+// The one error type of the library. The library never prints, exits or aborts: it throws Error,
+// the CLI prints it. `what()` is one sentence: what is wrong, the value seen, the rule, the nearest
+// legal value.
 #pragma once
 #include <cstdint>
 #include <stdexcept>
@@ -59,7 +60,8 @@ std::string to_string(const WaitRecord& record);
 
 class Error : public std::runtime_error {
  public:
-  Error(ErrorCode code, std::string sentence) : std::runtime_error(std::move(sentence)), code_(code) {}
+  Error(ErrorCode code, std::string sentence)
+      : std::runtime_error(std::move(sentence)), code_(code) {}
   Error(ErrorCode code, std::string sentence, std::vector<WaitRecord> waits)
       : std::runtime_error(std::move(sentence)), code_(code), waits_(std::move(waits)) {}
   ErrorCode code() const { return code_; }

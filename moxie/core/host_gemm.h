@@ -1,4 +1,5 @@
-// Which library computes the GEMM tiles of the CPU twin; expert/host_gemm.h is the engine behind it.
+// Which library computes the GEMM tiles of the CPU twin; expert/host_gemm.h is the engine behind
+// it.
 #pragma once
 #include <cstdint>
 
@@ -7,7 +8,7 @@ namespace moxie {
 enum class HostGemm : std::int32_t {
   automatic,  // oneDNN if built in and its rows pass the self-check, else plain
   onednn,
-  plain,      // plain loops: slow, and what the thread sanitizer can see into
+  plain,  // plain loops: slow, and what the thread sanitizer can see into
 };
 
 }  // namespace moxie

@@ -1,5 +1,5 @@
-// Problem: the shape and arithmetic of one MoE layer, and the presets people benchmark. Plain data; `check` is the
-// one place that says which shapes are legal.
+// Problem: the shape and arithmetic of one MoE layer, and the presets people benchmark. Plain data;
+// `check` is the one place that says which shapes are legal.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -20,8 +20,8 @@ const char* name(ActivationKind kind);
 
 struct Activation {
   ActivationKind kind = ActivationKind::swiglu;
-  float limit = 7.0f;   // clamp of swiglu_clamped and gpt_oss
-  float alpha = 1.702f; // gpt_oss only
+  float limit = 7.0f;    // clamp of swiglu_clamped and gpt_oss
+  float alpha = 1.702f;  // gpt_oss only
   friend bool operator==(const Activation&, const Activation&) = default;
 };
 
@@ -40,24 +40,29 @@ struct Problem {
   std::int64_t top_k = 0;         // K
   DType dtype = DType::bf16;      // storage of x, weights, hidden, y
   Activation activation = {};
-  bool expert_bias = false;       // biases on gate, up and down
+  bool expert_bias = false;  // biases on gate, up and down
   SharedExpert shared = {};
   friend bool operator==(const Problem&, const Problem&) = default;
 };
 
-// Throws Error(invalid_argument) that names the field, its value, the rule and the nearest legal value.
+// Throws Error(invalid_argument) that names the field, its value, the rule and the nearest legal
+// value.
 void check(const Problem& problem);
 std::string to_string(const Problem& problem);
 
-// Experts are split into contiguous ranges whose sizes differ by at most one: the first E % R ranks have one more.
-MOXIE_HD constexpr std::int64_t expert_begin(std::int64_t num_experts, std::int64_t num_ranks, RankId rank) {
+// Experts are split into contiguous ranges whose sizes differ by at most one: the first E % R ranks
+// have one more.
+MOXIE_HD constexpr std::int64_t expert_begin(std::int64_t num_experts, std::int64_t num_ranks,
+                                             RankId rank) {
   const std::int64_t base = num_experts / num_ranks, extra = num_experts % num_ranks;
   return rank.v * base + (rank.v < extra ? rank.v : extra);
 }
-MOXIE_HD constexpr std::int64_t num_local_experts(std::int64_t num_experts, std::int64_t num_ranks, RankId rank) {
+MOXIE_HD constexpr std::int64_t num_local_experts(std::int64_t num_experts, std::int64_t num_ranks,
+                                                  RankId rank) {
   return num_experts / num_ranks + (rank.v < num_experts % num_ranks ? 1 : 0);
 }
-MOXIE_HD constexpr RankId expert_home(std::int64_t num_experts, std::int64_t num_ranks, ExpertId expert) {
+MOXIE_HD constexpr RankId expert_home(std::int64_t num_experts, std::int64_t num_ranks,
+                                      ExpertId expert) {
   const std::int64_t base = num_experts / num_ranks, extra = num_experts % num_ranks;
   const std::int64_t wide = extra * (base + 1);  // experts held by the ranks with one more
   return RankId{expert.v < wide ? expert.v / (base + 1) : extra + (expert.v - wide) / base};
@@ -75,7 +80,8 @@ struct Preset {
 std::span<const Preset> presets();
 // Throws Error(invalid_argument) naming the closest known preset.
 const Preset& find_preset(std::string_view name);
-// The word of `known` with the smallest edit distance to `word`; used by every "unknown X, did you mean Y".
+// The word of `known` with the smallest edit distance to `word`; used by every "unknown X, did you
+// mean Y".
 std::string_view closest(std::string_view word, std::span<const std::string_view> known);
 
 }  // namespace moxie

@@ -14,19 +14,31 @@ namespace moxie::expert {
 MOXIE_HD inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 struct GatedInput {
-  float gate, up;          // after the clamps
-  float alpha, shift;      // A = gate * sigmoid(alpha * gate) * (up + shift)
-  bool gate_pass, up_pass; // the clamps let the gradient through
+  float gate, up;           // after the clamps
+  float alpha, shift;       // A = gate * sigmoid(alpha * gate) * (up + shift)
+  bool gate_pass, up_pass;  // the clamps let the gradient through
 };
 
 MOXIE_HD inline GatedInput clamp_inputs(const Activation& a, float g, float u) {
   GatedInput in{g, u, 1.0f, 0.0f, true, true};
   if (a.kind == ActivationKind::swiglu) return in;
   // Written so that a NaN stays a NaN: it fails every comparison.
-  if (g > a.limit) { in.gate = a.limit; in.gate_pass = false; }
-  if (u > a.limit) { in.up = a.limit; in.up_pass = false; }
-  if (u < -a.limit) { in.up = -a.limit; in.up_pass = false; }
-  if (a.kind == ActivationKind::gpt_oss) { in.alpha = a.alpha; in.shift = 1.0f; }
+  if (g > a.limit) {
+    in.gate = a.limit;
+    in.gate_pass = false;
+  }
+  if (u > a.limit) {
+    in.up = a.limit;
+    in.up_pass = false;
+  }
+  if (u < -a.limit) {
+    in.up = -a.limit;
+    in.up_pass = false;
+  }
+  if (a.kind == ActivationKind::gpt_oss) {
+    in.alpha = a.alpha;
+    in.shift = 1.0f;
+  }
   return in;
 }
 

@@ -1,5 +1,6 @@
-// Plain bodies of the expert stage: tiles of FC1, FC2 and of their gradients. The contract, with every rounding point,
-// is in expert.h. T is the storage type (float or bf16); arithmetic is FP32; GEMM tiles go through HostGemmEngine.
+// Plain bodies of the expert stage: tiles of FC1, FC2 and of their gradients. The contract, with
+// every rounding point, is in expert.h. T is the storage type (float or bf16); arithmetic is FP32;
+// GEMM tiles go through HostGemmEngine.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -14,7 +15,8 @@
 
 namespace moxie::expert {
 
-inline constexpr std::int64_t kPaddedRows = pipeline::kBlockRows + kMaxRowQuantum;  // any quantum's padding fits
+inline constexpr std::int64_t kPaddedRows =
+    pipeline::kBlockRows + kMaxRowQuantum;  // any quantum's padding fits
 
 // FP32 scratch of one compute worker; sizes from `scratch_floats`.
 struct TileScratch {
@@ -26,7 +28,8 @@ struct TileScratch {
 };
 constexpr std::int64_t kScratchCols = 256;
 static_assert(pipeline::kFc2TileCols <= kScratchCols && pipeline::kWgradTileCols <= kScratchCols &&
-              pipeline::kFc1TileCols <= kScratchCols && pipeline::kWgradTileRows <= pipeline::kBlockRows);
+              pipeline::kFc1TileCols <= kScratchCols &&
+              pipeline::kWgradTileRows <= pipeline::kBlockRows);
 
 constexpr std::int64_t scratch_floats(const Problem& p) {
   const std::int64_t wide = std::max({p.hidden, p.intermediate, p.shared.intermediate});
@@ -73,10 +76,11 @@ FloatMatrix as_float(Matrix<T> m, std::int64_t rows, std::int64_t cols, float* s
   }
 }
 
-// Left operand of a row GEMM, padded with zero rows to the engine's quantum, so that the bits of a row do not depend on
-// its company. Rows past the real count are never read.
+// Left operand of a row GEMM, padded with zero rows to the engine's quantum, so that the bits of a
+// row do not depend on its company. Rows past the real count are never read.
 template <class T>
-FloatMatrix padded_rows(const HostGemmEngine& gemm, Matrix<T> m, std::int64_t rows, std::int64_t cols, float* scratch) {
+FloatMatrix padded_rows(const HostGemmEngine& gemm, Matrix<T> m, std::int64_t rows,
+                        std::int64_t cols, float* scratch) {
   const std::int64_t padded = align_up(rows, gemm.row_quantum());
   if (std::is_same_v<T, float> && padded == rows) return as_float(m, rows, cols, scratch);
   for (std::int64_t i = 0; i < rows; ++i) {
@@ -90,11 +94,13 @@ FloatMatrix padded_rows(const HostGemmEngine& gemm, Matrix<T> m, std::int64_t ro
 
 // c [rows, n] = rows_in [rows, k] * weight^T, weight [n, k] (trans_b) or weight [k, n].
 template <class T>
-void row_gemm(const HostGemmEngine& gemm, FloatMatrix rows_in, std::int64_t rows, Trans trans_b, Matrix<T> weight,
-              std::int64_t n, std::int64_t k, bool accumulate, float* b_scratch, float* c) {
-  const FloatMatrix b = trans_b == Trans::yes ? as_float(weight, n, k, b_scratch) : as_float(weight, k, n, b_scratch);
-  gemm(Trans::no, trans_b, align_up(rows, gemm.row_quantum()), n, k, rows_in.data, rows_in.ld, b.data, b.ld, accumulate,
-       c, n);
+void row_gemm(const HostGemmEngine& gemm, FloatMatrix rows_in, std::int64_t rows, Trans trans_b,
+              Matrix<T> weight, std::int64_t n, std::int64_t k, bool accumulate, float* b_scratch,
+              float* c) {
+  const FloatMatrix b =
+      trans_b == Trans::yes ? as_float(weight, n, k, b_scratch) : as_float(weight, k, n, b_scratch);
+  gemm(Trans::no, trans_b, align_up(rows, gemm.row_quantum()), n, k, rows_in.data, rows_in.ld,
+       b.data, b.ld, accumulate, c, n);
 }
 
 // Weights of one expert; shared experts have no biases.
@@ -111,8 +117,8 @@ struct ExpertMatrices {
 
 // FC1 without activation: s.c0 = g, s.c1 = u, both [rows, cols.size()], biases added.
 template <class T>
-void fc1_accumulate(const HostGemmEngine& gemm, const ExpertMatrices<T>& w, Matrix<T> x, std::int64_t rows,
-                    pipeline::Range cols, const TileScratch& s) {
+void fc1_accumulate(const HostGemmEngine& gemm, const ExpertMatrices<T>& w, Matrix<T> x,
+                    std::int64_t rows, pipeline::Range cols, const TileScratch& s) {
   const std::int64_t n = cols.size(), h = w.hidden;
   const FloatMatrix a = padded_rows(gemm, x, rows, h, s.a);
   row_gemm<T>(gemm, a, rows, Trans::yes, {w.gate + cols.begin * h, h}, n, h, false, s.b, s.c0);
@@ -126,7 +132,8 @@ void fc1_accumulate(const HostGemmEngine& gemm, const ExpertMatrices<T>& w, Matr
   }
 }
 
-// A column tile of z = [gate, up] in storage precision; both pointers stand at the tile's first column.
+// A column tile of z = [gate, up] in storage precision; both pointers stand at the tile's first
+// column.
 template <class T>
 struct ZTile {
   T* gate = nullptr;
@@ -151,39 +158,45 @@ void store_z(const TileScratch& s, std::int64_t rows, std::int64_t cols, const Z
 
 // FC1 epilogue: hidden[i, cols] = round(w_i * act(g, u)).
 template <class T, class WeightOf>
-void fc1_epilogue(const Activation& act, const TileScratch& s, std::int64_t rows, pipeline::Range cols,
-                  std::int64_t intermediate, WeightOf weight_of, T* hidden) {  // hidden [rows, I]
+void fc1_epilogue(const Activation& act, const TileScratch& s, std::int64_t rows,
+                  pipeline::Range cols, std::int64_t intermediate, WeightOf weight_of,
+                  T* hidden) {  // hidden [rows, I]
   const std::int64_t n = cols.size();
   for (std::int64_t i = 0; i < rows; ++i) {
     const float w = weight_of(i);
     T* to = hidden + i * intermediate + cols.begin;
-    for (std::int64_t j = 0; j < n; ++j) to[j] = T(w * activate(act, s.c0[i * n + j], s.c1[i * n + j]));
+    for (std::int64_t j = 0; j < n; ++j)
+      to[j] = T(w * activate(act, s.c0[i * n + j], s.c1[i * n + j]));
   }
 }
 
 // FC2: s.c0 [rows, cols.size()] = hidden Wd^T + w * bd.
 template <class T, class WeightOf>
-void fc2_accumulate(const HostGemmEngine& gemm, const ExpertMatrices<T>& w, Matrix<T> hidden, std::int64_t rows,
-                    pipeline::Range cols, WeightOf weight_of, const TileScratch& s) {
+void fc2_accumulate(const HostGemmEngine& gemm, const ExpertMatrices<T>& w, Matrix<T> hidden,
+                    std::int64_t rows, pipeline::Range cols, WeightOf weight_of,
+                    const TileScratch& s) {
   const std::int64_t n = cols.size(), k = w.intermediate;
   const FloatMatrix a = padded_rows(gemm, hidden, rows, k, s.a);
   row_gemm<T>(gemm, a, rows, Trans::yes, {w.down + cols.begin * k, k}, n, k, false, s.b, s.c0);
   if (w.down_bias == nullptr) return;
   for (std::int64_t i = 0; i < rows; ++i) {
     const float weight = weight_of(i);
-    for (std::int64_t j = 0; j < n; ++j) s.c0[i * n + j] += weight * widen(w.down_bias[cols.begin + j]);
+    for (std::int64_t j = 0; j < n; ++j)
+      s.c0[i * n + j] += weight * widen(w.down_bias[cols.begin + j]);
   }
 }
 
 // s.c0 [rows, cols.size()] = dA' = dY Wd, unweighted.
 template <class T>
-void dgrad_accumulate(const HostGemmEngine& gemm, const ExpertMatrices<T>& w, Matrix<T> dy, std::int64_t rows,
-                      pipeline::Range cols, const TileScratch& s) {
+void dgrad_accumulate(const HostGemmEngine& gemm, const ExpertMatrices<T>& w, Matrix<T> dy,
+                      std::int64_t rows, pipeline::Range cols, const TileScratch& s) {
   const FloatMatrix a = padded_rows(gemm, dy, rows, w.hidden, s.a);
-  row_gemm<T>(gemm, a, rows, Trans::no, {w.down + cols.begin, w.intermediate}, cols.size(), w.hidden, false, s.b, s.c0);
+  row_gemm<T>(gemm, a, rows, Trans::no, {w.down + cols.begin, w.intermediate}, cols.size(),
+              w.hidden, false, s.b, s.c0);
 }
 
-// Slot rows of one block that dgrad writes and dX and wgrad read. All [128, ld] with ld = max(I, I_s).
+// Slot rows of one block that dgrad writes and dX and wgrad read. All [128, ld] with ld = max(I,
+// I_s).
 template <class T>
 struct DgradRows {
   T* dgate = nullptr;
@@ -192,11 +205,13 @@ struct DgradRows {
   std::int64_t ld = 0;
 };
 
-// dgrad epilogue from dA' (s.c0) and z: dgate, dup, wA, and this column tile's part of the router-weight gradient.
+// dgrad epilogue from dA' (s.c0) and z: dgate, dup, wA, and this column tile's part of the
+// router-weight gradient.
 template <class T, class WeightOf>
-void dgrad_epilogue(const Activation& act, const TileScratch& s, std::int64_t rows, pipeline::Range cols,
-                    const ZTile<const T>& z, WeightOf weight_of, const DgradRows<T>& out,
-                    float* dw_partial, std::int64_t dw_ld) {  // [rows] with stride dw_ld
+void dgrad_epilogue(const Activation& act, const TileScratch& s, std::int64_t rows,
+                    pipeline::Range cols, const ZTile<const T>& z, WeightOf weight_of,
+                    const DgradRows<T>& out, float* dw_partial,
+                    std::int64_t dw_ld) {  // [rows] with stride dw_ld
   const std::int64_t n = cols.size();
   for (std::int64_t i = 0; i < rows; ++i) {
     const T* gate = z.gate + i * z.ld;
@@ -217,7 +232,8 @@ void dgrad_epilogue(const Activation& act, const TileScratch& s, std::int64_t ro
 
 // Router-weight gradient of row i: the tiles' parts in column order, plus the bias term dY . bd.
 template <class T>
-float router_grad(const float* dw_partial, std::int64_t num_tiles, const T* dy_row, const ExpertMatrices<T>& w) {
+float router_grad(const float* dw_partial, std::int64_t num_tiles, const T* dy_row,
+                  const ExpertMatrices<T>& w) {
   float sum = 0.0f;
   for (std::int64_t t = 0; t < num_tiles; ++t) sum += dw_partial[t];
   if (w.down_bias != nullptr) {
@@ -228,8 +244,8 @@ float router_grad(const float* dw_partial, std::int64_t num_tiles, const T* dy_r
 
 // s.c0 [rows, cols.size()] = dgate Wg + dup Wu.
 template <class T>
-void dx_accumulate(const HostGemmEngine& gemm, const ExpertMatrices<T>& w, const DgradRows<T>& d, std::int64_t rows,
-                   pipeline::Range cols, const TileScratch& s) {
+void dx_accumulate(const HostGemmEngine& gemm, const ExpertMatrices<T>& w, const DgradRows<T>& d,
+                   std::int64_t rows, pipeline::Range cols, const TileScratch& s) {
   const std::int64_t n = cols.size(), k = w.intermediate;
   const FloatMatrix gate = padded_rows<T>(gemm, {d.dgate, d.ld}, rows, k, s.a);
   row_gemm<T>(gemm, gate, rows, Trans::no, {w.gate + cols.begin, w.hidden}, n, k, false, s.b, s.c0);
@@ -237,22 +253,28 @@ void dx_accumulate(const HostGemmEngine& gemm, const ExpertMatrices<T>& w, const
   row_gemm<T>(gemm, up, rows, Trans::no, {w.up + cols.begin, w.hidden}, n, k, true, s.b, s.c0);
 }
 
-// acc [128, 256] += left^T right over the rows of one block; left [rows, lrange], right [rows, rrange]. Called block by
-// block in row order, so the sum does not depend on how blocks are grouped into chunks.
+// acc [128, 256] += left^T right over the rows of one block; left [rows, lrange], right [rows,
+// rrange]. Called block by block in row order, so the sum does not depend on how blocks are grouped
+// into chunks.
 template <class T>
-void wgrad_accumulate(const HostGemmEngine& gemm, Matrix<T> left, pipeline::Range lrange, Matrix<T> right,
-                      pipeline::Range rrange, std::int64_t rows, const TileScratch& s, float* acc) {
+void wgrad_accumulate(const HostGemmEngine& gemm, Matrix<T> left, pipeline::Range lrange,
+                      Matrix<T> right, pipeline::Range rrange, std::int64_t rows,
+                      const TileScratch& s, float* acc) {
   const FloatMatrix a = as_float<T>({left.data + lrange.begin, left.ld}, rows, lrange.size(), s.a);
-  const FloatMatrix b = as_float<T>({right.data + rrange.begin, right.ld}, rows, rrange.size(), s.b);
-  gemm(Trans::yes, Trans::no, lrange.size(), rrange.size(), rows, a.data, a.ld, b.data, b.ld, true, acc, rrange.size());
+  const FloatMatrix b =
+      as_float<T>({right.data + rrange.begin, right.ld}, rows, rrange.size(), s.b);
+  gemm(Trans::yes, Trans::no, lrange.size(), rrange.size(), rows, a.data, a.ld, b.data, b.ld, true,
+       acc, rrange.size());
 }
 
 // acc[j] += sum over rows of scale(i) * m[i, range.begin + j], in row order.
 template <class T, class ScaleOf>
-void column_sums(Matrix<T> m, pipeline::Range range, std::int64_t rows, ScaleOf scale_of, float* acc) {
+void column_sums(Matrix<T> m, pipeline::Range range, std::int64_t rows, ScaleOf scale_of,
+                 float* acc) {
   for (std::int64_t i = 0; i < rows; ++i) {
     const float scale = scale_of(i);
-    for (std::int64_t j = 0; j < range.size(); ++j) acc[j] += scale * widen(m.data[i * m.ld + range.begin + j]);
+    for (std::int64_t j = 0; j < range.size(); ++j)
+      acc[j] += scale * widen(m.data[i * m.ld + range.begin + j]);
   }
 }
 

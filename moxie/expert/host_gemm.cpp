@@ -21,9 +21,11 @@ namespace {
 
 constexpr std::int64_t kPlainDepth = 64, kPlainCols = 64;  // panel of B that stays in L1
 
-// Every element sums over k in ascending order, one multiply and one add at a time, whatever m and n are.
-void plain_gemm(Trans trans_a, Trans trans_b, std::int64_t m, std::int64_t n, std::int64_t k, const float* a,
-                std::int64_t lda, const float* b, std::int64_t ldb, bool accumulate, float* c, std::int64_t ldc) {
+// Every element sums over k in ascending order, one multiply and one add at a time, whatever m and
+// n are.
+void plain_gemm(Trans trans_a, Trans trans_b, std::int64_t m, std::int64_t n, std::int64_t k,
+                const float* a, std::int64_t lda, const float* b, std::int64_t ldb, bool accumulate,
+                float* c, std::int64_t ldc) {
   if (!accumulate) {
     for (std::int64_t i = 0; i < m; ++i) std::fill(c + i * ldc, c + i * ldc + n, 0.0f);
   }
@@ -35,7 +37,8 @@ void plain_gemm(Trans trans_a, Trans trans_b, std::int64_t m, std::int64_t n, st
       const std::int64_t cols = std::min(kPlainCols, n - j0);
       for (std::int64_t kk = 0; kk < depth; ++kk) {
         for (std::int64_t j = 0; j < cols; ++j) {
-          panel[kk * kPlainCols + j] = trans_b == Trans::yes ? b[(j0 + j) * ldb + k0 + kk] : b[(k0 + kk) * ldb + j0 + j];
+          panel[kk * kPlainCols + j] =
+              trans_b == Trans::yes ? b[(j0 + j) * ldb + k0 + kk] : b[(k0 + kk) * ldb + j0 + j];
         }
       }
       for (std::int64_t i = 0; i < m; ++i) {
@@ -51,16 +54,19 @@ void plain_gemm(Trans trans_a, Trans trans_b, std::int64_t m, std::int64_t n, st
 }
 
 #ifdef MOXIE_HAS_ONEDNN
-void onednn_gemm(Trans trans_a, Trans trans_b, std::int64_t m, std::int64_t n, std::int64_t k, const float* a,
-                 std::int64_t lda, const float* b, std::int64_t ldb, bool accumulate, float* c, std::int64_t ldc) {
-  // The calling worker is one thread of ours: oneDNN must not start a team of its own. The setting is per thread.
+void onednn_gemm(Trans trans_a, Trans trans_b, std::int64_t m, std::int64_t n, std::int64_t k,
+                 const float* a, std::int64_t lda, const float* b, std::int64_t ldb,
+                 bool accumulate, float* c, std::int64_t ldc) {
+  // The calling worker is one thread of ours: oneDNN must not start a team of its own. The setting
+  // is per thread.
   thread_local const bool single = (omp_set_num_threads(1), true);
   (void)single;
-  dnnl_sgemm(trans_a == Trans::yes ? 'T' : 'N', trans_b == Trans::yes ? 'T' : 'N', m, n, k, 1.0f, a, lda, b, ldb,
-             accumulate ? 1.0f : 0.0f, c, ldc);
+  dnnl_sgemm(trans_a == Trans::yes ? 'T' : 'N', trans_b == Trans::yes ? 'T' : 'N', m, n, k, 1.0f, a,
+             lda, b, ldb, accumulate ? 1.0f : 0.0f, c, ldc);
 }
 
-// Do the bits of a row survive a change of its tile's row count and of its place, at multiples of `quantum` rows?
+// Do the bits of a row survive a change of its tile's row count and of its place, at multiples of
+// `quantum` rows?
 bool rows_invariant(std::int64_t quantum) {
   constexpr std::int64_t kRows = 144;  // a multiple of every candidate
   std::mt19937 rng(12345);
@@ -73,12 +79,17 @@ bool rows_invariant(std::int64_t quantum) {
       for (const Trans trans_b : {Trans::no, Trans::yes}) {
         const std::int64_t ldb = trans_b == Trans::yes ? k : n;
         std::vector<float> whole(static_cast<std::size_t>(kRows * n)), part(whole.size());
-        onednn_gemm(Trans::no, trans_b, kRows, n, k, a.data(), k, b.data(), ldb, false, whole.data(), n);
+        onednn_gemm(Trans::no, trans_b, kRows, n, k, a.data(), k, b.data(), ldb, false,
+                    whole.data(), n);
         for (std::int64_t m = quantum; m < kRows; m += quantum) {
-          for (const std::int64_t first : {std::int64_t{0}, std::int64_t{1}, std::int64_t{5}, kRows - m}) {
+          for (const std::int64_t first :
+               {std::int64_t{0}, std::int64_t{1}, std::int64_t{5}, kRows - m}) {
             if (first + m > kRows) continue;
-            onednn_gemm(Trans::no, trans_b, m, n, k, a.data() + first * k, k, b.data(), ldb, false, part.data(), n);
-            if (std::memcmp(part.data(), whole.data() + first * n, static_cast<std::size_t>(m * n) * 4) != 0) return false;
+            onednn_gemm(Trans::no, trans_b, m, n, k, a.data() + first * k, k, b.data(), ldb, false,
+                        part.data(), n);
+            if (std::memcmp(part.data(), whole.data() + first * n,
+                            static_cast<std::size_t>(m * n) * 4) != 0)
+              return false;
           }
         }
       }
@@ -115,28 +126,34 @@ HostGemmEngine::HostGemmEngine(HostGemm choice) {
   row_quantum_ = onednn_row_quantum();
   if (row_quantum_ > 0) {
     onednn_ = true;
-    description_ = fmt::format("oneDNN {}.{}.{}, rows padded to {}", v->major, v->minor, v->patch, row_quantum_);
+    description_ = fmt::format("oneDNN {}.{}.{}, rows padded to {}", v->major, v->minor, v->patch,
+                               row_quantum_);
     return;
   }
   row_quantum_ = 1;
-  description_ = fmt::format("plain loops (oneDNN {}.{}.{} failed the row-invariance self-check on this processor)",
-                             v->major, v->minor, v->patch);
+  description_ = fmt::format(
+      "plain loops (oneDNN {}.{}.{} failed the row-invariance self-check on this processor)",
+      v->major, v->minor, v->patch);
   if (choice == HostGemm::onednn) {
     throw Error(ErrorCode::unavailable,
-                fmt::format("host GEMM onednn was asked for, but oneDNN {}.{}.{} gives a row different bits in different "
-                            "tiles on this processor; nearest legal value HostGemm::plain", v->major, v->minor, v->patch));
+                fmt::format("host GEMM onednn was asked for, but oneDNN {}.{}.{} gives a row "
+                            "different bits in different "
+                            "tiles on this processor; nearest legal value HostGemm::plain",
+                            v->major, v->minor, v->patch));
   }
 #else
   if (choice == HostGemm::onednn) {
     throw Error(ErrorCode::unavailable,
-                "host GEMM onednn was asked for, but this build has no oneDNN; nearest legal value HostGemm::plain");
+                "host GEMM onednn was asked for, but this build has no oneDNN; nearest legal value "
+                "HostGemm::plain");
   }
 #endif
 }
 
-void HostGemmEngine::operator()(Trans trans_a, Trans trans_b, std::int64_t m, std::int64_t n, std::int64_t k,
-                                const float* a, std::int64_t lda, const float* b, std::int64_t ldb, bool accumulate,
-                                float* c, std::int64_t ldc) const {
+void HostGemmEngine::operator()(Trans trans_a, Trans trans_b, std::int64_t m, std::int64_t n,
+                                std::int64_t k, const float* a, std::int64_t lda, const float* b,
+                                std::int64_t ldb, bool accumulate, float* c,
+                                std::int64_t ldc) const {
 #ifdef MOXIE_HAS_ONEDNN
   if (onednn_) return onednn_gemm(trans_a, trans_b, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
 #endif

@@ -8,11 +8,12 @@
 namespace moxie::merge {
 
 template <class T>
-void merge_tokens(const std::int32_t* ids,   // [T, K] -1 = no route
-                  const T* returns,          // [T * K, H]
-                  const T* shared_out,       // [T, H] or null
-                  pipeline::Range tokens, pipeline::Range cols, std::int64_t top_k, std::int64_t hidden,
-                  T* out) {                  // [T, H]
+void merge_tokens(const std::int32_t* ids,  // [T, K] -1 = no route
+                  const T* returns,         // [T * K, H]
+                  const T* shared_out,      // [T, H] or null
+                  pipeline::Range tokens, pipeline::Range cols, std::int64_t top_k,
+                  std::int64_t hidden,
+                  T* out) {  // [T, H]
   constexpr std::int64_t kStrip = 256;
   float sum[kStrip];
   for (std::int64_t t = tokens.begin; t < tokens.end; ++t) {

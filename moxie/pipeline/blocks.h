@@ -1,6 +1,7 @@
-// Blocks: which rows a rank received and where each of them comes from. Built by schedule/ once per pass, read by every
-// other stage. Block ids count the shared expert's blocks of local tokens first, then the local experts in order, each
-// expert starting on a block boundary. Real counts are kept: padding exists only as addresses.
+// Blocks: which rows a rank received and where each of them comes from. Built by schedule/ once per
+// pass, read by every other stage. Block ids count the shared expert's blocks of local tokens
+// first, then the local experts in order, each expert starting on a block boundary. Real counts are
+// kept: padding exists only as addresses.
 #pragma once
 #include <cstdint>
 
@@ -19,11 +20,15 @@ struct RowSource {
 
 // Index of the last entry of begin[0 .. n) that is <= value (entries ascend; begin[0] <= value).
 template <class Int>
-MOXIE_HD constexpr std::int64_t last_not_above(const Int* begin, std::int64_t n, std::int64_t value) {
+MOXIE_HD constexpr std::int64_t last_not_above(const Int* begin, std::int64_t n,
+                                               std::int64_t value) {
   std::int64_t lo = 0, hi = n;  // answer in [lo, hi)
   while (hi - lo > 1) {
     const std::int64_t mid = lo + (hi - lo) / 2;
-    if (begin[mid] <= value) lo = mid; else hi = mid;
+    if (begin[mid] <= value)
+      lo = mid;
+    else
+      hi = mid;
   }
   return lo;
 }
@@ -31,13 +36,15 @@ MOXIE_HD constexpr std::int64_t last_not_above(const Int* begin, std::int64_t n,
 struct BlockTable {
   std::int64_t num_ranks = 0;
   RankId me;
-  std::int64_t num_experts = 0;                  // local
-  std::int64_t shared_rows = 0;                  // local tokens if there is a shared expert
+  std::int64_t num_experts = 0;  // local
+  std::int64_t shared_rows = 0;  // local tokens if there is a shared expert
   std::int64_t shared_blocks = 0;
-  std::int64_t num_blocks = 0;                   // shared and routed
-  const std::int64_t* row_prefix = nullptr;      // [E_local, R + 1] rows of the expert from earlier sources
-  const std::int32_t* source_begin = nullptr;    // [E_local, R] where the expert begins in the source's sorted routes
-  const std::int32_t* expert_block = nullptr;    // [E_local + 1] first block of each expert
+  std::int64_t num_blocks = 0;  // shared and routed
+  const std::int64_t* row_prefix =
+      nullptr;  // [E_local, R + 1] rows of the expert from earlier sources
+  const std::int32_t* source_begin =
+      nullptr;  // [E_local, R] where the expert begins in the source's sorted routes
+  const std::int32_t* expert_block = nullptr;  // [E_local + 1] first block of each expert
 
   MOXIE_HD constexpr bool is_shared(BlockId b) const { return b.v < shared_blocks; }
   MOXIE_HD constexpr std::int64_t routed_idx(BlockId b) const { return b.v - shared_blocks; }
@@ -50,11 +57,17 @@ struct BlockTable {
   }
   MOXIE_HD constexpr std::int64_t rows(BlockId b) const {
     if (is_shared(b)) return min64(kBlockRows, shared_rows - b.v * kBlockRows);
-    const LocalExpertId e = expert(b);
+    return rows(b, expert(b));
+  }
+  // The same for a routed block whose expert is known.
+  MOXIE_HD constexpr std::int64_t rows(BlockId b, LocalExpertId e) const {
     return min64(kBlockRows, expert_rows(e) - (b.v - expert_block[e.v]) * kBlockRows);
   }
-  // Sources are taken in rotated order, me first, so that the ranks do not all read from rank 0 at once.
-  MOXIE_HD constexpr RankId rotated_source(std::int64_t i) const { return RankId{(me.v + i) % num_ranks}; }
+  // Sources are taken in rotated order, me first, so that the ranks do not all read from rank 0 at
+  // once.
+  MOXIE_HD constexpr RankId rotated_source(std::int64_t i) const {
+    return RankId{(me.v + i) % num_ranks};
+  }
 
   // Row `row_in_expert` of a local expert. Row order: (rotated source, token, slot).
   MOXIE_HD constexpr RowSource source(LocalExpertId e, std::int64_t row_in_expert) const {
@@ -69,10 +82,12 @@ struct Minibatch {
   Range blocks;
   std::int64_t rows = 0;  // real routed rows: the count at which the counter is complete
 };
-MOXIE_HD constexpr std::int64_t minibatch_of(const BlockTable& t, BlockId b, std::int64_t minibatch_blocks) {
+MOXIE_HD constexpr std::int64_t minibatch_of(const BlockTable& t, BlockId b,
+                                             std::int64_t minibatch_blocks) {
   return t.routed_idx(b) / minibatch_blocks;
 }
-MOXIE_HD constexpr Minibatch minibatch(const BlockTable& t, std::int64_t idx, std::int64_t minibatch_blocks) {
+MOXIE_HD constexpr Minibatch minibatch(const BlockTable& t, std::int64_t idx,
+                                       std::int64_t minibatch_blocks) {
   Minibatch m;
   m.blocks = tile_range(idx, minibatch_blocks, t.num_blocks - t.shared_blocks);
   m.blocks.begin += t.shared_blocks;
@@ -81,16 +96,20 @@ MOXIE_HD constexpr Minibatch minibatch(const BlockTable& t, std::int64_t idx, st
   return m;
 }
 
-// Backward hands rows to the weight gradients chunk by chunk: consecutive blocks of one expert. An expert without rows
-// has one empty chunk, whose tasks write its zero gradients.
+// Backward hands rows to the weight gradients chunk by chunk: consecutive blocks of one expert. An
+// expert without rows has one empty chunk, whose tasks write its zero gradients.
 struct ChunkTable {
   std::int64_t num_chunks = 0;
   const std::int32_t* chunk_block = nullptr;   // [num_chunks + 1] first block
   const std::int32_t* chunk_expert = nullptr;  // [num_chunks] local expert or kSharedExpert
-  const std::int32_t* chunk_after = nullptr;   // [num_chunks] chunk whose weight gradients must be done first, or -1
-  const std::int64_t* step_ticket = nullptr;   // [num_chunks + lag + 1] first ticket of each step (tasks.h)
+  const std::int32_t* chunk_after =
+      nullptr;  // [num_chunks] chunk whose weight gradients must be done first, or -1
+  const std::int64_t* step_ticket =
+      nullptr;  // [num_chunks + lag + 1] first ticket of each step (tasks.h)
 
-  MOXIE_HD constexpr Range blocks(std::int64_t c) const { return {chunk_block[c], chunk_block[c + 1]}; }
+  MOXIE_HD constexpr Range blocks(std::int64_t c) const {
+    return {chunk_block[c], chunk_block[c + 1]};
+  }
   MOXIE_HD constexpr std::int64_t chunk_of(BlockId b) const {
     return last_not_above(chunk_block, num_chunks, b.v);
   }

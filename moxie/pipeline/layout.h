@@ -1,6 +1,6 @@
-// Layout: the only place with offsets. The symmetric heap (peers read and write it) and the rank-local workspace are
-// each one allocation; a Region is a named piece of it. Who writes and reads each region, and why its reuse is safe,
-// is told in docs/protocol.md.
+// Layout: the only place with offsets. The symmetric heap (peers read and write it) and the
+// rank-local workspace are each one allocation; a Region is a named piece of it. Who writes and
+// reads each region, and why its reuse is safe, is told in docs/protocol.md.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -13,7 +13,8 @@
 
 namespace moxie::pipeline {
 
-inline constexpr std::int64_t kRegionAlign = 1024;  // a swizzled shared-memory tile's alignment; harmless elsewhere
+inline constexpr std::int64_t kRegionAlign =
+    1024;  // a swizzled shared-memory tile's alignment; harmless elsewhere
 
 struct Region {
   std::int64_t offset = 0, num_bytes = 0;
@@ -40,13 +41,14 @@ class RegionPacker {
   std::int64_t end_ = 0;
 };
 
-// Symmetric heap of one rank. The signal words come first, so that they keep their place when the heap grows.
+// Symmetric heap of one rank. The signal words come first, so that they keep their place when the
+// heap grows.
 struct HeapLayout {
-  Region epoch;           // u64           passes this rank has closed
-  Region stopped;         // u64           a peer whose wait expired: (epoch, rank + 1)
-  Region inputs_ready;    // u64 [R]       word p: peer p has staged and sorted; payload = Verdict
-  Region agreement;       // u64 [R]       word p: peer p's Verdict on the pass (only when one is needed)
-  Region returns_done;    // u64 [R, kMaxSlabs]  peer p has pushed all rows of a slab
+  Region epoch;         // u64           passes this rank has closed
+  Region stopped;       // u64           a peer whose wait expired: (epoch, rank + 1)
+  Region inputs_ready;  // u64 [R]       word p: peer p has staged and sorted; payload = Verdict
+  Region agreement;  // u64 [R]       word p: peer p's Verdict on the pass (only when one is needed)
+  Region returns_done;  // u64 [R, kMaxSlabs]  peer p has pushed all rows of a slab
   std::int64_t signals_bytes = 0;
   Region x_in;            // dtype [T_max, H]
   Region dy_in;           // dtype [T_max, H]    backward
@@ -79,13 +81,14 @@ MOXIE_HD constexpr HeapLayout heap_layout(const Problem& p) {
   return l;
 }
 
-// Sizes that follow from (problem, resolved plan); the widest rank's numbers, so that all ranks agree.
+// Sizes that follow from (problem, resolved plan); the widest rank's numbers, so that all ranks
+// agree.
 struct Extents {
-  std::int64_t local_experts = 0;    // most experts on a rank
-  std::int64_t routed_blocks = 0;    // capacity in blocks
-  std::int64_t shared_blocks = 0;    // blocks of local tokens for the shared expert
-  std::int64_t blocks = 0;           // both
-  std::int64_t chunks = 0;           // most backward chunks
+  std::int64_t local_experts = 0;      // most experts on a rank
+  std::int64_t routed_blocks = 0;      // capacity in blocks
+  std::int64_t shared_blocks = 0;      // blocks of local tokens for the shared expert
+  std::int64_t blocks = 0;             // both
+  std::int64_t chunks = 0;             // most backward chunks
   std::int64_t wide_intermediate = 0;  // max(I, I_s)
 };
 MOXIE_HD constexpr Extents extents(const Problem& p, const Plan& plan) {
@@ -94,12 +97,14 @@ MOXIE_HD constexpr Extents extents(const Problem& p, const Plan& plan) {
   e.routed_blocks = plan.capacity_rows / kBlockRows;
   e.shared_blocks = p.shared.intermediate > 0 ? num_blocks(p.max_tokens) : 0;
   e.blocks = e.routed_blocks + e.shared_blocks;
-  e.chunks = e.blocks + e.local_experts + 1;  // an expert without rows has one empty chunk: it writes the zeros
+  e.chunks = e.blocks + e.local_experts +
+             1;  // an expert without rows has one empty chunk: it writes the zeros
   e.wide_intermediate = max64(p.intermediate, p.shared.intermediate);
   return e;
 }
 
-// Rank-local workspace. Forward and backward never run at once on a rank: their buffers share addresses.
+// Rank-local workspace. Forward and backward never run at once on a rank: their buffers share
+// addresses.
 struct WorkspaceLayout {
   // tables of one pass (blocks.h)
   Region row_prefix;     // i64 [E_local, R + 1]
@@ -113,15 +118,16 @@ struct WorkspaceLayout {
   Region origins;        // RowOrigin [routed_blocks * 128]
   Region shared_weight;  // f32 [T_max]       sigmoid output gate, or 1
   // counters, two banks (signals.h)
-  Region pass_count;     // u64               passes of this workspace; its parity picks the bank
-  Region counters;       // u32 [2, counter_words]
+  Region pass_count;  // u64               passes of this workspace; its parity picks the bank
+  Region counters;    // u32 [2, counter_words]
   std::int64_t counter_words = 0;
-  std::int64_t tables_bytes = 0;  // all of the above; never poisoned between passes where a counter is
+  std::int64_t tables_bytes =
+      0;  // all of the above; never poisoned between passes where a counter is
   // forward
   Region x_ring;         // dtype [x_ring_blocks * 128, H]
   Region hidden_ring;    // dtype [hidden_ring_blocks * 128, I]
   Region shared_hidden;  // dtype [T_max, I_s]
-  Region shared_out;     // dtype [T_max, H]    forward: the shared expert's output; backward: its dX
+  Region shared_out;  // dtype [T_max, H]    forward: the shared expert's output; backward: its dX
   // backward
   Region dy_ring;        // dtype [ring * 128, H]
   Region xb_ring;        // dtype [ring * 128, H]        unless x is saved
@@ -129,22 +135,23 @@ struct WorkspaceLayout {
   Region dup_ring;       // dtype [ring * 128, max(I, I_s)]
   Region wa_ring;        // dtype [ring * 128, max(I, I_s)]   w * A, remade
   Region dw_partial;     // f32 [ring * 128, FC1 tiles]  row sums of dA' . A per column tile
-  Region wgrad_partial;  // f32 [3 * H * max(I, I_s)]    running sums of the one expert that spans several chunks
+  Region wgrad_partial;  // f32 [3 * H * max(I, I_s)]    running sums of the one expert that spans
+                         // several chunks
   std::int64_t num_bytes = 0;
 };
 
 // Counter words of one bank, in this order. A count is complete at the number given.
 struct CounterLayout {
-  std::int64_t stage_unit, stage_done;     // next unit; T units done
-  std::int64_t schedule_ready;             // 1
+  std::int64_t stage_unit, stage_done;  // next unit; T units done
+  std::int64_t schedule_ready;          // 1
   std::int64_t ticket, tasks_done, dispatch_unit, merge_unit, merge_done, closed;
-  std::int64_t phase;                      // split mode: [kMaxPhases] workers that finished a phase
-  std::int64_t slab_done;                  // [kMaxSlabs] FC2 (backward: dX) tiles of the slab
-  std::int64_t shared_done;                // shared FC2 (backward: dX) tiles
-  std::int64_t x_ready;                    // [groups] rows of the minibatch
-  std::int64_t fc1_done;                   // [blocks] FC1 (backward: dgrad) tiles
-  std::int64_t fc2_done;                   // [blocks] FC2 tiles
-  std::int64_t trail_done;                 // [chunks] dX and wgrad tiles
+  std::int64_t phase;        // split mode: [kMaxPhases] workers that finished a phase
+  std::int64_t slab_done;    // [kMaxSlabs] FC2 (backward: dX) tiles of the slab
+  std::int64_t shared_done;  // shared FC2 (backward: dX) tiles
+  std::int64_t x_ready;      // [groups] rows of the minibatch
+  std::int64_t fc1_done;     // [blocks] FC1 (backward: dgrad) tiles
+  std::int64_t fc2_done;     // [blocks] FC2 tiles
+  std::int64_t trail_done;   // [chunks] dX and wgrad tiles
   std::int64_t num_words;
 };
 inline constexpr std::int64_t kMaxPhases = 8;
@@ -190,7 +197,8 @@ MOXIE_HD constexpr WorkspaceLayout workspace_layout(const Problem& p, const Plan
   l.chunk_after = pack.take(e.chunks * 4);
   l.step_ticket = pack.take((e.chunks + plan.lag_chunks + 2) * 8);
   l.ids = pack.take(p.max_tokens * p.top_k * 4);
-  l.origins = pack.take(e.routed_blocks * kBlockRows * static_cast<std::int64_t>(sizeof(RowOrigin)));
+  l.origins =
+      pack.take(e.routed_blocks * kBlockRows * static_cast<std::int64_t>(sizeof(RowOrigin)));
   l.shared_weight = pack.take(p.shared.intermediate > 0 ? p.max_tokens * 4 : 0);
   l.counter_words = counter_layout(e).num_words;
   l.pass_count = pack.take(8);
@@ -200,7 +208,8 @@ MOXIE_HD constexpr WorkspaceLayout workspace_layout(const Problem& p, const Plan
   const std::int64_t both = pack.end();
   l.x_ring = pack.take(plan.x_ring_blocks * kBlockRows * p.hidden * elem);
   l.hidden_ring = pack.take(plan.hidden_ring_blocks * kBlockRows * p.intermediate * elem);
-  l.shared_hidden = pack.take(p.shared.intermediate > 0 ? p.max_tokens * p.shared.intermediate * elem : 0);
+  l.shared_hidden =
+      pack.take(p.shared.intermediate > 0 ? p.max_tokens * p.shared.intermediate * elem : 0);
   const std::int64_t forward_end = pack.end();
   pack.rewind(both);
   l.dy_ring = pack.take(ring_rows * p.hidden * elem);

@@ -1,4 +1,5 @@
-// Choosing defaults and judging plans. `check` is the gate: whatever it accepts must run to the end on every routing.
+// Choosing defaults and judging plans. `check` is the gate: whatever it accepts must run to the end
+// on every routing.
 #include "moxie/pipeline/plan.h"
 
 #include <fmt/format.h>
@@ -22,33 +23,40 @@ std::string to_string(const Plan& p) {
   std::string text = fmt::format("{} {}", name(p.mode), name(p.order));
   if (p.order == TaskOrder::lag) text += fmt::format(" lag={}", p.lag_bands);
   return text + fmt::format(
-                    " slabs={} band={} minibatch={} capacity={} x_ring={} hidden_ring={} chunk={} lag_chunks={} "
+                    " slabs={} band={} minibatch={} capacity={} x_ring={} hidden_ring={} chunk={} "
+                    "lag_chunks={} "
                     "backward_ring={} save={} saved_rows={} comm={} compute={}",
-                    p.num_slabs, p.band_blocks, p.minibatch_blocks, p.capacity_rows, p.x_ring_blocks,
-                    p.hidden_ring_blocks, p.chunk_blocks, p.lag_chunks, p.backward_ring_blocks, name(p.save),
-                    p.saved_rows, p.comm_workers, p.compute_workers);
+                    p.num_slabs, p.band_blocks, p.minibatch_blocks, p.capacity_rows,
+                    p.x_ring_blocks, p.hidden_ring_blocks, p.chunk_blocks, p.lag_chunks,
+                    p.backward_ring_blocks, name(p.save), p.saved_rows, p.comm_workers,
+                    p.compute_workers);
 }
 
 namespace pipeline {
 namespace {
 
-[[noreturn]] void fail(const std::string& sentence) { throw Error(ErrorCode::invalid_plan, sentence); }
-
-void check_between(const char* option, std::int64_t value, std::int64_t lo, std::int64_t hi, const std::string& why) {
-  if (value >= lo && value <= hi) return;
-  fail(fmt::format("plan.{} is {}, must be between {} and {} ({}); nearest legal value {}", option, value, lo, hi, why,
-                   std::clamp(value, lo, hi)));
+[[noreturn]] void fail(const std::string& sentence) {
+  throw Error(ErrorCode::invalid_plan, sentence);
 }
 
-std::int64_t all_blocks(const Problem& problem, const Plan& plan) { return extents(problem, plan).blocks; }
+void check_between(const char* option, std::int64_t value, std::int64_t lo, std::int64_t hi,
+                   const std::string& why) {
+  if (value >= lo && value <= hi) return;
+  fail(fmt::format("plan.{} is {}, must be between {} and {} ({}); nearest legal value {}", option,
+                   value, lo, hi, why, std::clamp(value, lo, hi)));
+}
+
+std::int64_t all_blocks(const Problem& problem, const Plan& plan) {
+  return extents(problem, plan).blocks;
+}
 
 }  // namespace
 
 std::int64_t worst_case_blocks(const Problem& p) {
   const std::int64_t rows = p.num_ranks * p.max_tokens * p.top_k;
   const std::int64_t experts = ceil_div(p.num_experts, p.num_ranks);
-  // Full blocks plus one partial block per expert: the sum of ceil(rows_e / 128) is largest when every expert but the
-  // fullest holds one row.
+  // Full blocks plus one partial block per expert: the sum of ceil(rows_e / 128) is largest when
+  // every expert but the fullest holds one row.
   const std::int64_t partial = std::min(experts, rows);
   return partial + (rows - partial) / kBlockRows;
 }
@@ -56,19 +64,22 @@ std::int64_t worst_case_blocks(const Problem& p) {
 Plan resolve(const Problem& problem, const Plan& plan) {
   Plan p = plan;
   if (p.capacity_rows == 0) p.capacity_rows = worst_case_blocks(problem) * kBlockRows;
-  if (p.saved_rows < 0 || p.save == SavePolicy::none) p.saved_rows = p.save == SavePolicy::none ? 0 : p.capacity_rows;
+  if (p.saved_rows < 0 || p.save == SavePolicy::none)
+    p.saved_rows = p.save == SavePolicy::none ? 0 : p.capacity_rows;
   const std::int64_t routed = p.capacity_rows / kBlockRows;
   if (p.x_ring_blocks == 0) p.x_ring_blocks = routed;
   if (p.hidden_ring_blocks == 0) p.hidden_ring_blocks = routed;
   if (p.backward_ring_blocks == 0) p.backward_ring_blocks = all_blocks(problem, p);
-  p.num_slabs = static_cast<std::int32_t>(std::min<std::int64_t>(p.num_slabs, num_fc2_tiles(problem.hidden)));
+  p.num_slabs =
+      static_cast<std::int32_t>(std::min<std::int64_t>(p.num_slabs, num_fc2_tiles(problem.hidden)));
   if (p.mode == ExecMode::split) {
     // Stage after stage: FC1 ends before FC2 begins, dgrad before dX.
     p.order = TaskOrder::slabs;
     p.lag_chunks = INT32_MAX;
   }
   // A lag beyond the last chunk means the same as one chunk more than there are.
-  p.lag_chunks = static_cast<std::int32_t>(std::min<std::int64_t>(p.lag_chunks, extents(problem, p).chunks));
+  p.lag_chunks =
+      static_cast<std::int32_t>(std::min<std::int64_t>(p.lag_chunks, extents(problem, p).chunks));
   return p;
 }
 
@@ -76,43 +87,59 @@ void check(const Problem& problem, const Plan& p) {
   const std::string any = "a count";
   check_between("num_slabs", p.num_slabs, 1, kMaxSlabs, "one done-flag per slab");
   check_between("band_blocks", p.band_blocks, 1, 1 << 20, any);
-  check_between("lag_bands", p.lag_bands, 1, 1 << 20, "FC2 of a band needs all its FC1 tiles first");
+  check_between("lag_bands", p.lag_bands, 1, 1 << 20,
+                "FC2 of a band needs all its FC1 tiles first");
   check_between("minibatch_blocks", p.minibatch_blocks, 1, 1 << 20, any);
   check_between("chunk_blocks", p.chunk_blocks, 1, 1 << 20, any);
-  check_between("lag_chunks", p.lag_chunks, 1, INT32_MAX, "dX of a chunk needs all its dgrad tiles first");
+  check_between("lag_chunks", p.lag_chunks, 1, INT32_MAX,
+                "dX of a chunk needs all its dgrad tiles first");
   check_between("comm_workers", p.comm_workers, 1, 1024, "rows must be pulled by somebody");
-  check_between("compute_workers", p.compute_workers, 1, 1024, "tiles must be computed by somebody");
+  check_between("compute_workers", p.compute_workers, 1, 1024,
+                "tiles must be computed by somebody");
 
   const std::int64_t worst = worst_case_blocks(problem) * kBlockRows;
-  if (p.capacity_rows < kBlockRows || p.capacity_rows % kBlockRows != 0 || p.capacity_rows > worst) {
-    fail(fmt::format("plan.capacity_rows is {}, must be a multiple of {} from {} to the worst case {}; nearest legal value {}",
-                     p.capacity_rows, kBlockRows, kBlockRows, worst,
-                     std::clamp(align_up(std::max<std::int64_t>(p.capacity_rows, 1), kBlockRows), kBlockRows, worst)));
+  if (p.capacity_rows < kBlockRows || p.capacity_rows % kBlockRows != 0 ||
+      p.capacity_rows > worst) {
+    fail(
+        fmt::format("plan.capacity_rows is {}, must be a multiple of {} from {} to the worst case "
+                    "{}; nearest legal value {}",
+                    p.capacity_rows, kBlockRows, kBlockRows, worst,
+                    std::clamp(align_up(std::max<std::int64_t>(p.capacity_rows, 1), kBlockRows),
+                               kBlockRows, worst)));
   }
   check_between("saved_rows", p.saved_rows, 0, p.capacity_rows, "at most the capacity");
 
   const std::int64_t routed = p.capacity_rows / kBlockRows, blocks = all_blocks(problem, p);
   // Tickets are claimed from 32-bit counters. The most numerous stream is the backward one.
   const std::int64_t wide = extents(problem, p).wide_intermediate;
-  const std::int64_t tickets = blocks * (num_fc1_tiles(wide) + num_fc2_tiles(problem.hidden)) +
-                               extents(problem, p).chunks * 3 * num_wgrad_tiles(wide, problem.hidden);
+  const std::int64_t tickets =
+      blocks * (num_fc1_tiles(wide) + num_fc2_tiles(problem.hidden)) +
+      extents(problem, p).chunks * 3 * num_wgrad_tiles(wide, problem.hidden);
   if (tickets > INT32_MAX) {
-    fail(fmt::format("plan.capacity_rows {} makes up to {} tasks per pass, must be at most {}; nearest legal capacity_rows {}",
-                     p.capacity_rows, tickets, INT32_MAX,
-                     std::max(kBlockRows, routed * INT32_MAX / tickets * kBlockRows)));
+    fail(
+        fmt::format("plan.capacity_rows {} makes up to {} tasks per pass, must be at most {}; "
+                    "nearest legal capacity_rows {}",
+                    p.capacity_rows, tickets, INT32_MAX,
+                    std::max(kBlockRows, routed * INT32_MAX / tickets * kBlockRows)));
   }
-  check_between("x_ring_blocks", p.x_ring_blocks, std::min(routed, min_x_ring_blocks(p.band_blocks, p.minibatch_blocks)),
-                routed, "band_blocks + minibatch_blocks - 1 up to the capacity in blocks, or a wait could be for a later ticket");
+  check_between("x_ring_blocks", p.x_ring_blocks,
+                std::min(routed, min_x_ring_blocks(p.band_blocks, p.minibatch_blocks)), routed,
+                "band_blocks + minibatch_blocks - 1 up to the capacity in blocks, or a wait could "
+                "be for a later ticket");
   check_between("hidden_ring_blocks", p.hidden_ring_blocks,
                 min_hidden_ring_blocks(p.order, p.band_blocks, p.lag_bands, routed), routed,
-                p.order == TaskOrder::slabs ? "slabs order keeps hidden of all blocks; order lag needs fewer"
-                                            : "(lag_bands + 1) * band_blocks up to the capacity in blocks");
-  check_between("backward_ring_blocks", p.backward_ring_blocks,
-                std::min(blocks, min_backward_ring_blocks(p.chunk_blocks, p.lag_chunks, p.minibatch_blocks)), blocks,
-                "(lag_chunks + 1) * chunk_blocks + minibatch_blocks - 1 up to all blocks");
+                p.order == TaskOrder::slabs
+                    ? "slabs order keeps hidden of all blocks; order lag needs fewer"
+                    : "(lag_bands + 1) * band_blocks up to the capacity in blocks");
+  check_between(
+      "backward_ring_blocks", p.backward_ring_blocks,
+      std::min(blocks, min_backward_ring_blocks(p.chunk_blocks, p.lag_chunks, p.minibatch_blocks)),
+      blocks, "(lag_chunks + 1) * chunk_blocks + minibatch_blocks - 1 up to all blocks");
   if (p.mode == ExecMode::split) {
-    check_between("x_ring_blocks", p.x_ring_blocks, routed, routed, "split mode pulls every row before FC1");
-    check_between("backward_ring_blocks", p.backward_ring_blocks, blocks, blocks, "split mode pulls every row before dgrad");
+    check_between("x_ring_blocks", p.x_ring_blocks, routed, routed,
+                  "split mode pulls every row before FC1");
+    check_between("backward_ring_blocks", p.backward_ring_blocks, blocks, blocks,
+                  "split mode pulls every row before dgrad");
   }
 }
 

@@ -1,5 +1,6 @@
-// Plan: every tunable choice of a pass, as data. A plan changes the time a pass takes and the memory it needs, never
-// the bits it computes. `resolve` fills the zeros in, `check` proves that the result cannot deadlock (docs/protocol.md).
+// Plan: every tunable choice of a pass, as data. A plan changes the time a pass takes and the
+// memory it needs, never the bits it computes. `resolve` fills the zeros in, `check` proves that
+// the result cannot deadlock (docs/protocol.md).
 #pragma once
 #include <cstdint>
 #include <string>
@@ -29,50 +30,59 @@ const char* name(SavePolicy save);
 struct Plan {
   ExecMode mode = ExecMode::fused;
   TaskOrder order = TaskOrder::slabs;
-  std::int32_t num_slabs = 4;            // FC2 column slabs (1 in lag order is fine too); clipped to the FC2 tiles
-  std::int32_t band_blocks = 8;          // blocks that share a raster band
-  std::int32_t lag_bands = 2;            // lag order: bands between FC1 and FC2
-  std::int32_t minibatch_blocks = 1;     // blocks that share one readiness counter
-  std::int64_t capacity_rows = 0;        // rows one rank can take, padded to blocks; 0: the worst case, proven
-  std::int64_t x_ring_blocks = 0;        // slots for pulled rows; 0: all the capacity
-  std::int64_t hidden_ring_blocks = 0;   // slots for hidden rows; 0: all the capacity
-  std::int32_t chunk_blocks = 8;         // backward: blocks of one expert handed to wgrad at a time
-  std::int32_t lag_chunks = 1;           // backward: chunks by which dgrad runs ahead of dX and wgrad
-  std::int64_t backward_ring_blocks = 0; // backward slots; 0: all the capacity
+  std::int32_t num_slabs =
+      4;  // FC2 column slabs (1 in lag order is fine too); clipped to the FC2 tiles
+  std::int32_t band_blocks = 8;       // blocks that share a raster band
+  std::int32_t lag_bands = 2;         // lag order: bands between FC1 and FC2
+  std::int32_t minibatch_blocks = 1;  // blocks that share one readiness counter
+  std::int64_t capacity_rows =
+      0;  // rows one rank can take, padded to blocks; 0: the worst case, proven
+  std::int64_t x_ring_blocks = 0;       // slots for pulled rows; 0: all the capacity
+  std::int64_t hidden_ring_blocks = 0;  // slots for hidden rows; 0: all the capacity
+  std::int32_t chunk_blocks = 8;        // backward: blocks of one expert handed to wgrad at a time
+  std::int32_t lag_chunks = 1;  // backward: chunks by which dgrad runs ahead of dX and wgrad
+  std::int64_t backward_ring_blocks = 0;  // backward slots; 0: all the capacity
   SavePolicy save = SavePolicy::z;
-  std::int64_t saved_rows = -1;          // -1: all the capacity; whole blocks are saved
-  std::int32_t comm_workers = 1;         // per rank, >= 1
-  std::int32_t compute_workers = 1;      // per rank, >= 1
+  std::int64_t saved_rows = -1;      // -1: all the capacity; whole blocks are saved
+  std::int32_t comm_workers = 1;     // per rank, >= 1
+  std::int32_t compute_workers = 1;  // per rank, >= 1
   friend bool operator==(const Plan&, const Plan&) = default;
 };
 std::string to_string(const Plan& plan);
 
 namespace pipeline {
 
-// The most padded blocks of routed rows a rank can receive: every route of every rank to its experts, each expert
-// ending in a block of its own. Worst case, hence "proven".
+// The most padded blocks of routed rows a rank can receive: every route of every rank to its
+// experts, each expert ending in a block of its own. Worst case, hence "proven".
 std::int64_t worst_case_blocks(const Problem& problem);
 
 // Replaces every "0: choose" by its number. Split mode gets full-size rings.
 Plan resolve(const Problem& problem, const Plan& plan);
 
-// Throws Error(invalid_plan) naming the option, its value, the rule and the nearest legal value. Expects a resolved plan.
+// Throws Error(invalid_plan) naming the option, its value, the rule and the nearest legal value.
+// Expects a resolved plan.
 void check(const Problem& problem, const Plan& plan);
 
 // The validity conditions themselves (pure; `check` reports them, the property tests prove them).
-//  x ring:  FC1 of the first block of a band may need the whole minibatch, whose last slot must come from an
+//  x ring:  FC1 of the first block of a band may need the whole minibatch, whose last slot must
+//  come from an
 //           earlier band: its holder's FC1 tiles then have earlier tickets.
-MOXIE_HD constexpr std::int64_t min_x_ring_blocks(std::int64_t band_blocks, std::int64_t minibatch_blocks) {
+MOXIE_HD constexpr std::int64_t min_x_ring_blocks(std::int64_t band_blocks,
+                                                  std::int64_t minibatch_blocks) {
   return band_blocks + minibatch_blocks - 1;
 }
-//  hidden ring, lag order: the slot of a block of band j + lag + 1 must come from band <= j, whose FC2 tickets are
-//           earlier. Slabs order: every FC2 ticket is later than every FC1 ticket, so all blocks must fit.
+//  hidden ring, lag order: the slot of a block of band j + lag + 1 must come from band <= j, whose
+//  FC2 tickets are
+//           earlier. Slabs order: every FC2 ticket is later than every FC1 ticket, so all blocks
+//           must fit.
 MOXIE_HD constexpr std::int64_t min_hidden_ring_blocks(TaskOrder order, std::int64_t band_blocks,
-                                                       std::int64_t lag_bands, std::int64_t max_blocks) {
+                                                       std::int64_t lag_bands,
+                                                       std::int64_t max_blocks) {
   return order == TaskOrder::slabs ? max_blocks : min64(max_blocks, (lag_bands + 1) * band_blocks);
 }
 //  backward ring: the same argument with chunks for bands.
-MOXIE_HD constexpr std::int64_t min_backward_ring_blocks(std::int64_t chunk_blocks, std::int64_t lag_chunks,
+MOXIE_HD constexpr std::int64_t min_backward_ring_blocks(std::int64_t chunk_blocks,
+                                                         std::int64_t lag_chunks,
                                                          std::int64_t minibatch_blocks) {
   return (lag_chunks + 1) * chunk_blocks + minibatch_blocks - 1;
 }

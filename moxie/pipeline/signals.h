@@ -1,6 +1,7 @@
-// Signals: the 64-bit words that ranks write into each other's heaps. A word is (epoch, payload); words only grow, so
-// a wait is one comparison `word >= wanted`, never "!= 0", and a rank that is a pass behind cannot be lapped: the proof
-// is in docs/protocol.md. Counters inside a rank are plain 32-bit counts in two banks, used by passes in turn.
+// Signals: the 64-bit words that ranks write into each other's heaps. A word is (epoch, payload);
+// words only grow, so a wait is one comparison `word >= wanted`, never "!= 0", and a rank that is a
+// pass behind cannot be lapped: the proof is in docs/protocol.md. Counters inside a rank are plain
+// 32-bit counts in two banks, used by passes in turn.
 #pragma once
 #include <cstdint>
 
@@ -27,8 +28,11 @@ enum class Verdict : std::uint32_t {
   capacity_exceeded = 2,  // its experts would receive more blocks than the plan holds
 };
 
-// The bank of rank-local counters that a pass uses; the pass clears the other one for its successor. Workspaces count
-// their own passes: layers that share a heap share its epochs, but each has counters of its own.
-MOXIE_HD constexpr int counter_bank(std::uint64_t pass_count) { return static_cast<int>(pass_count & 1); }
+// The bank of rank-local counters that a pass uses; the pass clears the other one for its
+// successor. Workspaces count their own passes: layers that share a heap share its epochs, but each
+// has counters of its own.
+MOXIE_HD constexpr int counter_bank(std::uint64_t pass_count) {
+  return static_cast<int>(pass_count & 1);
+}
 
 }  // namespace moxie::pipeline

@@ -1,11 +1,14 @@
-// Tasks: the one ordered ticket stream of a pass. A compute worker takes the next ticket and runs the task it names,
-// waiting inside if rows are missing. Deadlock freedom rests on one property, proven for every plan that
-// `check` accepts (tests/test_pipeline_deadlock.cpp): a task waits only for rows or for tasks with earlier tickets.
+// Tasks: the one ordered ticket stream of a pass. A compute worker takes the next ticket and runs
+// the task it names, waiting inside if rows are missing. Deadlock freedom rests on one property,
+// proven for every plan that `check` accepts (tests/test_pipeline_deadlock.cpp): a task waits only
+// for rows or for tasks with earlier tickets.
 //
-//   forward, slabs:  shared FC1, shared FC2 | all FC1 by bands | FC2 slab 0 by bands | FC2 slab 1 | ...
-//   forward, lag:    shared FC1, shared FC2 | FC1 band 0 | FC1 band 1 | .. | FC1 band s, FC2 band s - lag | ..
-//   backward:        step s:  dgrad of chunk s,  then dX and wgrad of chunk s - lag
-// Inside a band the column tile is the outer loop: the B operand stays in cache while the band's A rows are walked.
+//   forward, slabs:  shared FC1, shared FC2 | all FC1 by bands | FC2 slab 0 by bands | FC2 slab 1 |
+//   ... forward, lag:    shared FC1, shared FC2 | FC1 band 0 | FC1 band 1 | .. | FC1 band s, FC2
+//   band s - lag | .. backward:        step s:  dgrad of chunk s,  then dX and wgrad of chunk s -
+//   lag
+// Inside a band the column tile is the outer loop: the B operand stays in cache while the band's A
+// rows are walked.
 #pragma once
 #include <cstdint>
 
@@ -29,7 +32,8 @@ struct BlockTile {
   std::int64_t block, tile;
 };
 // Entry i of a raster over num_blocks x num_tiles in bands.
-MOXIE_HD constexpr BlockTile raster(std::int64_t i, std::int64_t num_blocks, std::int64_t band, std::int64_t num_tiles) {
+MOXIE_HD constexpr BlockTile raster(std::int64_t i, std::int64_t num_blocks, std::int64_t band,
+                                    std::int64_t num_tiles) {
   const std::int64_t begin = i / (band * num_tiles) * band, in_band = i % (band * num_tiles);
   const std::int64_t height = min64(band, num_blocks - begin);
   return {begin + in_band % height, in_band / height};
@@ -42,14 +46,17 @@ struct ForwardStream {
   std::int64_t shared_fc1_tiles = 0, fc1_tiles = 0, fc2_tiles = 0;
   std::int64_t band = 1, lag = 1, num_slabs = 1;
 
-  MOXIE_HD constexpr std::int64_t shared_tickets() const { return shared_blocks * (shared_fc1_tiles + fc2_tiles); }
+  MOXIE_HD constexpr std::int64_t shared_tickets() const {
+    return shared_blocks * (shared_fc1_tiles + fc2_tiles);
+  }
   MOXIE_HD constexpr std::int64_t num_tickets() const {
     return shared_tickets() + routed_blocks * (fc1_tiles + fc2_tiles);
   }
   MOXIE_HD constexpr std::int64_t num_bands() const { return ceil_div(routed_blocks, band); }
   // lag order: first ticket (after the shared ones) of step s
   MOXIE_HD constexpr std::int64_t step_ticket(std::int64_t s) const {
-    return min64(s * band, routed_blocks) * fc1_tiles + min64(max64(s - lag, 0) * band, routed_blocks) * fc2_tiles;
+    return min64(s * band, routed_blocks) * fc1_tiles +
+           min64(max64(s - lag, 0) * band, routed_blocks) * fc2_tiles;
   }
 
   MOXIE_HD constexpr Task task(std::int64_t ticket) const {
@@ -73,7 +80,8 @@ struct ForwardStream {
     const std::int64_t fc1 = routed_blocks * fc1_tiles;
     if (i < fc1) return routed(TaskKind::fc1, raster(i, routed_blocks, band, fc1_tiles));
     i -= fc1;
-    const Range tiles = slab_tiles(slab_of_tile(i / routed_blocks, num_slabs, fc2_tiles), num_slabs, fc2_tiles);
+    const Range tiles =
+        slab_tiles(slab_of_tile(i / routed_blocks, num_slabs, fc2_tiles), num_slabs, fc2_tiles);
     BlockTile at = raster(i - tiles.begin * routed_blocks, routed_blocks, band, tiles.size());
     at.tile += tiles.begin;
     return routed(TaskKind::fc2, at);
@@ -82,7 +90,10 @@ struct ForwardStream {
     std::int64_t lo = 0, hi = num_bands() + lag;  // the step: last s with step_ticket(s) <= i
     while (hi - lo > 1) {
       const std::int64_t mid = lo + (hi - lo) / 2;
-      if (step_ticket(mid) <= i) lo = mid; else hi = mid;
+      if (step_ticket(mid) <= i)
+        lo = mid;
+      else
+        hi = mid;
     }
     i -= step_ticket(lo);
     const std::int64_t lead_begin = min64(lo * band, routed_blocks);
@@ -91,12 +102,14 @@ struct ForwardStream {
       return routed(TaskKind::fc1, {lead_begin + i % lead_height, i / lead_height});
     }
     i -= lead_height * fc1_tiles;
-    const std::int64_t trail_begin = (lo - lag) * band, trail_height = min64(band, routed_blocks - trail_begin);
+    const std::int64_t trail_begin = (lo - lag) * band,
+                       trail_height = min64(band, routed_blocks - trail_begin);
     return routed(TaskKind::fc2, {trail_begin + i % trail_height, i / trail_height});
   }
 };
 
-MOXIE_HD constexpr ForwardStream forward_stream(const Problem& p, const Plan& plan, const BlockTable& t) {
+MOXIE_HD constexpr ForwardStream forward_stream(const Problem& p, const Plan& plan,
+                                                const BlockTable& t) {
   ForwardStream s;
   s.order = plan.order;
   s.shared_blocks = t.shared_blocks;
@@ -118,16 +131,23 @@ struct WgradTile {
 };
 struct WgradTiles {
   std::int64_t hidden = 0, intermediate = 0;
-  MOXIE_HD constexpr std::int64_t fc1_tiles() const { return num_wgrad_tiles(intermediate, hidden); }
-  MOXIE_HD constexpr std::int64_t size() const { return 2 * fc1_tiles() + num_wgrad_tiles(hidden, intermediate); }
+  MOXIE_HD constexpr std::int64_t fc1_tiles() const {
+    return num_wgrad_tiles(intermediate, hidden);
+  }
+  MOXIE_HD constexpr std::int64_t size() const {
+    return 2 * fc1_tiles() + num_wgrad_tiles(hidden, intermediate);
+  }
   MOXIE_HD constexpr WgradTile tile(std::int64_t i) const {
     const std::int64_t n = fc1_tiles();
-    const WeightMatrix m = i < n ? WeightMatrix::gate : i < 2 * n ? WeightMatrix::up : WeightMatrix::down;
+    const WeightMatrix m = i < n       ? WeightMatrix::gate
+                           : i < 2 * n ? WeightMatrix::up
+                                       : WeightMatrix::down;
     i -= static_cast<std::int64_t>(m) * n;
     const std::int64_t rows = m == WeightMatrix::down ? hidden : intermediate;
     const std::int64_t cols = m == WeightMatrix::down ? intermediate : hidden;
     const std::int64_t row_tiles = ceil_div(rows, kWgradTileRows);
-    return {m, tile_range(i % row_tiles, kWgradTileRows, rows), tile_range(i / row_tiles, kWgradTileCols, cols)};
+    return {m, tile_range(i % row_tiles, kWgradTileRows, rows),
+            tile_range(i / row_tiles, kWgradTileCols, cols)};
   }
 };
 
@@ -137,19 +157,26 @@ struct BackwardStream {
   WgradTiles shared_wgrad, wgrad;
   std::int64_t lag = 1;
 
-  MOXIE_HD constexpr bool shared(std::int64_t c) const { return chunks.chunk_expert[c] == kSharedExpert; }
+  MOXIE_HD constexpr bool shared(std::int64_t c) const {
+    return chunks.chunk_expert[c] == kSharedExpert;
+  }
   MOXIE_HD constexpr std::int64_t dgrad_tiles_of(std::int64_t c) const {
     return shared(c) ? shared_dgrad_tiles : dgrad_tiles;
   }
-  MOXIE_HD constexpr const WgradTiles& wgrad_of(std::int64_t c) const { return shared(c) ? shared_wgrad : wgrad; }
+  MOXIE_HD constexpr const WgradTiles& wgrad_of(std::int64_t c) const {
+    return shared(c) ? shared_wgrad : wgrad;
+  }
   MOXIE_HD constexpr std::int64_t lead_tickets(std::int64_t c) const {
     return chunks.blocks(c).size() * dgrad_tiles_of(c);
   }
-  // dX and wgrad tiles; trail_done[c] reaches this number when the chunk's ring slots are free again
+  // dX and wgrad tiles; trail_done[c] reaches this number when the chunk's ring slots are free
+  // again
   MOXIE_HD constexpr std::int64_t trail_tickets(std::int64_t c) const {
     return chunks.blocks(c).size() * dx_tiles + wgrad_of(c).size();
   }
-  MOXIE_HD constexpr std::int64_t num_steps() const { return chunks.num_chunks == 0 ? 0 : chunks.num_chunks + lag; }
+  MOXIE_HD constexpr std::int64_t num_steps() const {
+    return chunks.num_chunks == 0 ? 0 : chunks.num_chunks + lag;
+  }
   MOXIE_HD constexpr std::int64_t num_tickets() const { return chunks.step_ticket[num_steps()]; }
 
   MOXIE_HD constexpr Task task(std::int64_t ticket) const {
@@ -163,12 +190,14 @@ struct BackwardStream {
       i -= lead_tickets(s);
     }
     const std::int64_t c = s - lag, height = chunks.blocks(c).size();
-    if (i < height * dx_tiles) return {TaskKind::dx, BlockId{chunks.blocks(c).begin + i % height}, c, i / height};
+    if (i < height * dx_tiles)
+      return {TaskKind::dx, BlockId{chunks.blocks(c).begin + i % height}, c, i / height};
     return {TaskKind::wgrad, BlockId{}, c, i - height * dx_tiles};
   }
 };
 
-MOXIE_HD constexpr BackwardStream backward_stream(const Problem& p, const Plan& plan, const ChunkTable& chunks) {
+MOXIE_HD constexpr BackwardStream backward_stream(const Problem& p, const Plan& plan,
+                                                  const ChunkTable& chunks) {
   BackwardStream s;
   s.chunks = chunks;
   s.shared_dgrad_tiles = num_fc1_tiles(p.shared.intermediate);
@@ -188,11 +217,17 @@ struct DispatchUnit {
 MOXIE_HD constexpr std::int64_t num_dispatch_units(const BlockTable& t) {
   return (t.num_blocks - t.shared_blocks) * (kBlockRows / kDispatchUnitRows);
 }
+MOXIE_HD constexpr BlockId dispatch_block(const BlockTable& t, std::int64_t unit) {
+  return BlockId{t.shared_blocks + unit / (kBlockRows / kDispatchUnitRows)};
+}
+// `rows` of the unit's block
+MOXIE_HD constexpr DispatchUnit dispatch_unit(const BlockTable& t, std::int64_t unit,
+                                              std::int64_t rows) {
+  const std::int64_t begin = unit % (kBlockRows / kDispatchUnitRows) * kDispatchUnitRows;
+  return {dispatch_block(t, unit), {min64(begin, rows), min64(begin + kDispatchUnitRows, rows)}};
+}
 MOXIE_HD constexpr DispatchUnit dispatch_unit(const BlockTable& t, std::int64_t unit) {
-  constexpr std::int64_t per_block = kBlockRows / kDispatchUnitRows;
-  const BlockId b{t.shared_blocks + unit / per_block};
-  const std::int64_t begin = unit % per_block * kDispatchUnitRows, rows = t.rows(b);
-  return {b, {min64(begin, rows), min64(begin + kDispatchUnitRows, rows)}};
+  return dispatch_unit(t, unit, t.rows(dispatch_block(t, unit)));
 }
 
 struct MergeUnit {

@@ -1,4 +1,5 @@
-// Plain bodies of the schedule stage; the contract is in schedule.h. One worker of a rank runs them.
+// Plain bodies of the schedule stage; the contract is in schedule.h. One worker of a rank runs
+// them.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -19,7 +20,8 @@ struct BadRoute {
 
 // ids [num_routes] as the router wrote them -> ids32 [num_routes], checked.
 template <class IdInt>
-BadRoute narrow_ids(const IdInt* ids, std::int64_t num_routes, std::int64_t num_experts, std::int32_t* ids32) {
+BadRoute narrow_ids(const IdInt* ids, std::int64_t num_routes, std::int64_t num_experts,
+                    std::int32_t* ids32) {
   for (std::int64_t r = 0; r < num_routes; ++r) {
     if (ids[r] < -1 || ids[r] >= num_experts) return {r, static_cast<std::int64_t>(ids[r])};
     ids32[r] = static_cast<std::int32_t>(ids[r]);
@@ -27,13 +29,14 @@ BadRoute narrow_ids(const IdInt* ids, std::int64_t num_routes, std::int64_t num_
   return {};
 }
 
-// Stable counting sort by expert: entries of expert e are [route_begin[e], route_begin[e + 1]), in (token, slot) order.
-inline void sort_routes(const std::int32_t* ids32,      // [num_routes]
-                        const float* route_weights,     // [num_routes], unread where id = -1
+// Stable counting sort by expert: entries of expert e are [route_begin[e], route_begin[e + 1]), in
+// (token, slot) order.
+inline void sort_routes(const std::int32_t* ids32,   // [num_routes]
+                        const float* route_weights,  // [num_routes], unread where id = -1
                         std::int64_t num_routes, std::int64_t num_experts,
-                        std::int32_t* routes_sorted,    // [num_routes]
-                        float* weights_sorted,          // [num_routes]
-                        std::int32_t* route_begin) {    // [E + 1]
+                        std::int32_t* routes_sorted,  // [num_routes]
+                        float* weights_sorted,        // [num_routes]
+                        std::int32_t* route_begin) {  // [E + 1]
   std::fill(route_begin, route_begin + num_experts + 1, 0);
   for (std::int64_t r = 0; r < num_routes; ++r) {
     if (ids32[r] >= 0) ++route_begin[ids32[r] + 1];
@@ -50,8 +53,9 @@ inline void sort_routes(const std::int32_t* ids32,      // [num_routes]
   route_begin[0] = 0;
 }
 
-// Fills the tables of rank `me`. peer_route_begin[p] is rank p's route_begin [E + 1]. Returns the table; num_blocks may
-// exceed the plan's capacity, which the caller must judge before it touches any row.
+// Fills the tables of rank `me`. peer_route_begin[p] is rank p's route_begin [E + 1]. Returns the
+// table; num_blocks may exceed the plan's capacity, which the caller must judge before it touches
+// any row.
 inline pipeline::BlockTable build_blocks(const Problem& p, RankId me, std::int64_t num_tokens,
                                          std::span<const std::int32_t* const> peer_route_begin,
                                          std::int64_t* row_prefix,      // [E_local, R + 1]
@@ -72,7 +76,8 @@ inline pipeline::BlockTable build_blocks(const Problem& p, RankId me, std::int64
     std::int64_t* prefix = row_prefix + e * (p.num_ranks + 1);
     prefix[0] = 0;
     for (std::int64_t i = 0; i < p.num_ranks; ++i) {
-      const std::int32_t* begin = peer_route_begin[static_cast<std::size_t>(t.rotated_source(i).v)] + first_expert + e;
+      const std::int32_t* begin =
+          peer_route_begin[static_cast<std::size_t>(t.rotated_source(i).v)] + first_expert + e;
       source_begin[e * p.num_ranks + i] = begin[0];
       prefix[i + 1] = prefix[i] + (begin[1] - begin[0]);
     }
@@ -84,8 +89,10 @@ inline pipeline::BlockTable build_blocks(const Problem& p, RankId me, std::int64
   return t;
 }
 
-// Cuts every expert (the shared one first) into chunks of at most chunk_blocks blocks and numbers the tickets.
-inline pipeline::BackwardStream build_chunks(const Problem& p, const Plan& plan, const pipeline::BlockTable& t,
+// Cuts every expert (the shared one first) into chunks of at most chunk_blocks blocks and numbers
+// the tickets.
+inline pipeline::BackwardStream build_chunks(const Problem& p, const Plan& plan,
+                                             const pipeline::BlockTable& t,
                                              std::int32_t* chunk_block, std::int32_t* chunk_expert,
                                              std::int32_t* chunk_after, std::int64_t* step_ticket) {
   pipeline::ChunkTable c;
