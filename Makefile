@@ -41,7 +41,7 @@ asan tsan: setup
 # Compiles the CUDA side; its tests skip where there is no GPU.
 cuda: setup
 	@$(call configure,cuda)
-	@$(call build,cuda,all moxie_bench)
+	@$(call build,cuda,moxie_cli moxie_gpu_tests moxie_bench)
 	ctest --preset cuda
 
 bench: setup

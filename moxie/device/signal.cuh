@@ -1,8 +1,10 @@
-// Counters and signal words in global memory: one name per (scope, order), and bounded waits for them.
+// Counters and signal words in global memory: one name per (scope, order), and bounded waits for
+// them.
 //
-// Counters are 32-bit and stay inside a GPU; signals are 64-bit words that ranks write into each other's
-// heaps, so they use system scope. Orders are those of cuda::atomic_ref (CCCL): an acquire that reads what a
-// release wrote makes everything visible that the releasing thread wrote or had itself acquired.
+// Counters are 32-bit and stay inside a GPU; signals are 64-bit words that ranks write into each
+// other's heaps, so they use system scope. Orders are those of cuda::atomic_ref (CCCL): an acquire
+// that reads what a release wrote makes everything visible that the releasing thread wrote or had
+// itself acquired.
 #pragma once
 
 #include <cuda/atomic>
@@ -23,30 +25,33 @@ __device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* signal) {
 }
 
 __device__ __forceinline__ void store_release_sys(uint64_t* signal, uint64_t value) {
-  cuda::atomic_ref<uint64_t, cuda::thread_scope_system>(*signal).store(value, cuda::memory_order_release);
+  cuda::atomic_ref<uint64_t, cuda::thread_scope_system>(*signal).store(value,
+                                                                       cuda::memory_order_release);
 }
 __device__ __forceinline__ void add_release_gpu(uint32_t* counter, uint32_t amount) {
-  cuda::atomic_ref<uint32_t, cuda::thread_scope_device>(*counter).fetch_add(amount, cuda::memory_order_release);
+  cuda::atomic_ref<uint32_t, cuda::thread_scope_device>(*counter).fetch_add(
+      amount, cuda::memory_order_release);
 }
 // Return the count before.
 __device__ __forceinline__ uint32_t add_relaxed_gpu(uint32_t* counter, uint32_t amount) {
-  return cuda::atomic_ref<uint32_t, cuda::thread_scope_device>(*counter).fetch_add(amount,
-                                                                                  cuda::memory_order_relaxed);
+  return cuda::atomic_ref<uint32_t, cuda::thread_scope_device>(*counter).fetch_add(
+      amount, cuda::memory_order_relaxed);
 }
 __device__ __forceinline__ uint32_t add_acq_rel_gpu(uint32_t* counter, uint32_t amount) {
-  return cuda::atomic_ref<uint32_t, cuda::thread_scope_device>(*counter).fetch_add(amount,
-                                                                                  cuda::memory_order_acq_rel);
+  return cuda::atomic_ref<uint32_t, cuda::thread_scope_device>(*counter).fetch_add(
+      amount, cuda::memory_order_acq_rel);
 }
 __device__ __forceinline__ uint32_t add_acq_rel_sys(uint32_t* counter, uint32_t amount) {
-  return cuda::atomic_ref<uint32_t, cuda::thread_scope_system>(*counter).fetch_add(amount,
-                                                                                  cuda::memory_order_acq_rel);
+  return cuda::atomic_ref<uint32_t, cuda::thread_scope_system>(*counter).fetch_add(
+      amount, cuda::memory_order_acq_rel);
 }
 
 inline constexpr uint32_t kPollPause_ns = 100;  // leaves issue slots and L2 to those who work
 
 // One thread. False: gave up.
-__device__ __forceinline__ bool wait_counter(const uint32_t* counter, uint32_t wanted, const WaitLimits& limits,
-                                             uint32_t what, int64_t index) {
+__device__ __forceinline__ bool wait_counter(const uint32_t* counter, uint32_t wanted,
+                                             const WaitLimits& limits, uint32_t what,
+                                             int64_t index) {
   uint32_t seen = 0;
   return bounded_wait(
       [&] {
@@ -59,8 +64,9 @@ __device__ __forceinline__ bool wait_counter(const uint32_t* counter, uint32_t w
 }
 
 // One thread; `seen` is the word that ended the wait.
-__device__ __forceinline__ bool wait_signal(const uint64_t* signal, uint64_t wanted, const WaitLimits& limits,
-                                            uint32_t what, int64_t index, uint64_t& seen) {
+__device__ __forceinline__ bool wait_signal(const uint64_t* signal, uint64_t wanted,
+                                            const WaitLimits& limits, uint32_t what, int64_t index,
+                                            uint64_t& seen) {
   return bounded_wait(
       [&] {
         seen = load_acquire_sys(signal);
