@@ -182,9 +182,9 @@ class Judge {
     }
     const std::string where = fmt::format("rank {} token {}", place.rank, place.token);
     compare("y", where, token.y, load(got.y, place.token * H, H),
-            {.allowed = tolerance(problem_.dtype, false)});
+            {.allowed = tolerance(problem_.dtype)});
     if (!options_.backward) return;
-    const Tolerance allowed = tolerance(problem_.dtype, true);
+    const Tolerance allowed = tolerance(problem_.dtype);
     compare("dx", where, token.dx, load(got.dx, place.token * H, H),
             {.allowed = allowed, .slack = token.dx_slack});
     compare("d_route_weights", where, dw, load(got.d_route_weights, place.token * K, K),
@@ -233,7 +233,7 @@ class Judge {
                      const HostTensor& d_up, const HostTensor& d_down,
                      const HostTensor& d_gate_bias, const HostTensor& d_up_bias) {
     const std::int64_t H = problem_.hidden;
-    const Tolerance allowed = tolerance(problem_.dtype, true);
+    const Tolerance allowed = tolerance(problem_.dtype);
     // Different columns, beginning anywhere, evenly spread.
     const std::int64_t count = std::min(report_.columns_checked, e.width);
     const auto begin = static_cast<std::int64_t>(
@@ -287,7 +287,7 @@ class Judge {
       add_scaled(sum, weight, load(inputs_[place.rank].dy, place.token * H, H));
     const Expert e = expert(id);
     compare("d_down_bias", fmt::format("expert {}", id), sum, load(d_down_bias, e.local * H, H),
-            {.allowed = tolerance(problem_.dtype, true)});
+            {.allowed = tolerance(problem_.dtype)});
   }
 
   void check_shared(std::size_t rank) {
@@ -314,7 +314,7 @@ class Judge {
       sum.add(product.value * s * (1 - s), product.size * s * (1 - s), 0, x);
     }
     compare("d_shared_output_gate", fmt::format("rank {}", rank), sum.sum,
-            load(got.d_shared_output_gate, 0, H), sum.yardstick(tolerance(problem_.dtype, true)));
+            load(got.d_shared_output_gate, 0, H), sum.yardstick(tolerance(problem_.dtype)));
   }
 
   void compare(const std::string& tensor_name, const std::string& where, const Row& expected,
