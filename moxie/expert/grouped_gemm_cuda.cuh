@@ -177,6 +177,14 @@ __device__ __forceinline__ void release_stage(Shared& shared, uint32_t slot_idx,
   }
 }
 
+// Has this K block arrived? The same answer for the whole warp. Signalled as below.
+template <class Shared>
+__device__ __forceinline__ bool stage_is_full(Shared& shared,
+                                              const RingPosition<kNumStages>& stage) {
+  return __all_sync(
+      ~0u, ptx::mbarrier_test_wait_parity(&shared.stage_full[stage.slot_idx()], stage.parity()));
+}
+
 // Waits for one K block and issues its products: acc (+)= this warpgroup's 64 rows of A times B^T.
 template <class Shared>
 __device__ __forceinline__ bool multiply_stage(float (&acc)[128], Shared& shared,
@@ -221,11 +229,13 @@ __device__ __forceinline__ bool skip_tile(Shared& shared, int32_t num_k_blocks,
 // accumulators at once, into packed registers; store() writes one piece of them later, while the
 // tensor cores work on the next tile. Only the conversion keeps them waiting. A piece is 16
 // registers; the fewer are deferred, the more registers are left for other warps
-// (GemmConfig).
+// (GemmConfig). publish() follows a tile's last piece, once per warp and tile, also where the warp
+// had nothing to store.
 template <int kClusterSize, class Params, class Shared>
 __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& shared) {
   const auto& epilogue = params.epilogue;
-  constexpr int kNumDeferred = std::remove_cvref_t<decltype(epilogue)>::kNumDeferred;
+  using Epilogue = std::remove_cvref_t<decltype(epilogue)>;
+  constexpr int kNumDeferred = Epilogue::kNumDeferred;
   static_assert(kNumDeferred >= 1 && kNumDeferred <= kMinKBlocks);
   const int32_t lane_idx = threadIdx.x % 32;
   const int32_t consumer_warp_idx = __shfl_sync(~0u, static_cast<int32_t>(threadIdx.x / 32) - 4, 0);
@@ -239,17 +249,31 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
   uint32_t packed[kNumDeferred][16];
   Tile packed_tile{};  // whose results `packed` holds; without rows: none
   Tile tile;
-  bool healthy = read_tile<kClusterSize>(shared, slot, params.limits, tile);
-  while (healthy) {
-    slot.advance();
+  bool has_tile = read_tile<kClusterSize>(shared, slot, params.limits, tile);
+  for (;;) {
+    const bool skips = has_tile && tile.num_rows <= warpgroup_idx * 64;
+    // Pieces are stored beside products. Where there are none to issue now they leave at once: what
+    // this CTA waits for may depend on them.
+    if (packed_tile.num_rows > 0 &&
+        (!has_tile || skips || (Epilogue::kPublishes && !stage_is_full(shared, stage)))) {
+#pragma unroll
+      for (int piece = 0; piece < kNumDeferred; ++piece) {
+        epilogue.store(packed[piece], piece, packed_tile, warp);
+      }
+      epilogue.publish(packed_tile, slot.count - 1, warp);
+      packed_tile.num_rows = 0;
+    }
+    if (!has_tile) break;
     const int32_t num_k_blocks = params.operands[tile.product].num_k_blocks;
-    if (tile.num_rows <= warpgroup_idx * 64) {
-      healthy = skip_tile<kClusterSize>(shared, num_k_blocks, stage, stage_empty, lane_idx,
-                                        params.limits) &&
-                read_tile<kClusterSize>(shared, slot, params.limits, tile);
+    if (skips) {
+      epilogue.publish(tile, slot.count, warp);
+      slot.advance();
+      has_tile = skip_tile<kClusterSize>(shared, num_k_blocks, stage, stage_empty, lane_idx,
+                                         params.limits) &&
+                 read_tile<kClusterSize>(shared, slot, params.limits, tile);
       continue;
     }
-    const auto prepared = epilogue.prepare(tile, warp);
+    bool healthy = true;
     float acc[128];
 #pragma unroll
     for (int piece = 0; piece < kNumDeferred; ++piece) {  // K blocks beside which a piece is stored
@@ -261,6 +285,9 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
       stage.advance();
       epilogue.store(packed[piece], piece, packed_tile, warp);
     }
+    if (packed_tile.num_rows > 0) epilogue.publish(packed_tile, slot.count - 1, warp);
+    // Only now, after a wait for the tile's first K block: what prepare() reads was ready before A.
+    const auto prepared = epilogue.prepare(tile, warp);
 #pragma unroll 1
     for (int32_t k_block = kNumDeferred; k_block < num_k_blocks; ++k_block) {
       healthy &= multiply_stage(acc, shared, stage, warpgroup_idx, false, params.limits);
@@ -270,14 +297,11 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
     }
     packed_tile = tile;
     if (!healthy) packed_tile.num_rows = 0;  // what was waited for in vain is not stored
-    healthy &= read_tile<kClusterSize>(shared, slot, params.limits, tile);
+    slot.advance();
+    has_tile = healthy && read_tile<kClusterSize>(shared, slot, params.limits, tile);
     device::wgmma_wait_group<0>();
     release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
     epilogue.convert(acc, prepared, packed_tile, warp, packed);
-  }
-#pragma unroll
-  for (int piece = 0; piece < kNumDeferred; ++piece) {
-    epilogue.store(packed[piece], piece, packed_tile, warp);
   }
   epilogue.drain(warp);
 }

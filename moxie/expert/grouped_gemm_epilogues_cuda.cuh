@@ -84,6 +84,7 @@ template <int kDeferred = 4>
 struct StoreEpilogue {
   static constexpr int kNumPieces = 4;
   static constexpr int kNumDeferred = kDeferred;
+  static constexpr bool kPublishes = false;
   GemmOutput out;
   struct Prepared {};
 
@@ -119,6 +120,8 @@ struct StoreEpilogue {
                 num_rows, tile.n_tile * BLOCK_N + piece * 64, warp.lane_idx);
   }
 
+  // Nobody waits for single tiles: the end of the kernel tells.
+  __device__ __forceinline__ void publish(const Tile&, uint32_t, const EpilogueWarp&) const {}
   __device__ __forceinline__ void drain(const EpilogueWarp& warp) const {
     drain_stores(warp.lane_idx);
   }
@@ -128,6 +131,7 @@ struct StoreEpilogue {
 // values of an element are in one thread. silu(g) = g/2 + g/2 * tanh(g/2).
 struct SwigluEpilogue {
   static constexpr int kNumDeferred = 2;  // both pieces
+  static constexpr bool kPublishes = false;
   GemmOutput out;
   const float* row_weight;  // [rows], or null: 1
   struct Prepared {
@@ -167,6 +171,7 @@ struct SwigluEpilogue {
                 num_rows, tile.n_tile * (BLOCK_N / 2) + piece * 64, warp.lane_idx);
   }
 
+  __device__ __forceinline__ void publish(const Tile&, uint32_t, const EpilogueWarp&) const {}
   __device__ __forceinline__ void drain(const EpilogueWarp& warp) const {
     drain_stores(warp.lane_idx);
   }

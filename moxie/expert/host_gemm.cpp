@@ -98,7 +98,7 @@ bool rows_invariant(std::int64_t quantum) {
   return true;
 }
 
-// Smallest quantum that passes, 0 if none does. Once per process: ~30 ms.
+// Smallest quantum that passes, 0 if none does. Once per process.
 std::int64_t onednn_row_quantum() {
   static const std::int64_t quantum = [] {
     const int threads = omp_get_max_threads();

@@ -1,0 +1,58 @@
+// One layer on the GPUs: workspaces, kernel parameters, launch.
+#pragma once
+
+#include <vector>
+
+#include "moxie/backend_cuda/cuda_backend.h"
+
+namespace moxie::backend_cuda {
+
+// Saved by forward for the backward; one entry per rank.
+struct CudaContext final : ContextState {
+  struct Rank {
+    DeviceBytes ids;       // i32 [T_max * K]
+    DeviceBytes weights;   // f32 [T_max * K]
+    DeviceBytes z;         // bf16 [saved blocks * 128, 2 I]
+    DeviceBytes x;         // bf16 [saved blocks * 128, H]
+    DeviceBytes shared_z;  // bf16 [T_max, 2 I_s]
+  };
+  std::vector<Rank> ranks;
+};
+
+class CudaLayer final : public BackendLayer {
+ public:
+  CudaLayer(CudaBackend& backend, const Problem& problem, const Plan& plan);
+  ~CudaLayer() override;
+
+  std::unique_ptr<ContextState> make_context() override;
+  void forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
+               ContextState* context, trace::Trace* trace) override;
+  void backward(const ContextState& context, std::span<const BackwardInput> inputs,
+                std::span<const BackwardOutput> outputs, trace::Trace* trace) override;
+
+  void clear_counters();  // pass count and both banks, when the world starts from zero
+  void heaps_moved();
+
+ private:
+  void fill_common();
+  void describe_rank(std::int64_t rank);
+  void describe_weights(std::int64_t rank, const Weights& weights);
+  void bind_rank(std::int64_t rank, const ForwardInput& input, const ForwardOutput& output);
+  void bind_context(std::int64_t rank, const CudaContext* context);
+  ForwardKernel kernel_of(const DeviceGroup& group) const;
+  void prepare_kernel(const DeviceGroup& group);
+  void launch(const DeviceGroup& group, cudaStream_t stream);
+  void poison(const CudaContext* fill, std::int64_t rank, cudaStream_t stream) const;
+
+  CudaBackend& backend_;
+  Problem problem_;
+  Plan plan_;
+  std::vector<DeviceBytes> workspaces_;  // [R]
+  ForwardCommon common_{};
+  std::vector<RankParams> ranks_;  // [R]; tensor maps are made again only when a pointer changes
+  std::vector<Weights> weights_;   // [R] the pointers in them
+  std::int32_t cluster_size_ = 1;
+  std::vector<std::int32_t> ctas_per_rank_;  // [groups]
+};
+
+}  // namespace moxie::backend_cuda

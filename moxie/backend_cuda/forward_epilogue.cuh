@@ -1,0 +1,241 @@
+// The fused forward's policy for the expert GEMM loop, after the product: what becomes of the
+// accumulators. Rounding points are those of expert/expert.h; the CPU twin is roles_compute.h.
+#pragma once
+
+#include <cuda_pipeline.h>
+
+#include "moxie/backend_cuda/forward_policies.cuh"
+#include "moxie/combine/combine_cuda.cuh"
+
+namespace moxie::backend_cuda {
+
+using expert::EpilogueWarp;
+
+// The same warp, but the compiler cannot tell: what depends on its lane is computed where it is
+// needed, not kept in registers through the main loop.
+__device__ __forceinline__ EpilogueWarp opaque(EpilogueWarp warp) {
+  asm volatile("" : "+r"(warp.lane_idx), "+r"(warp.warp_row));
+  uint64_t staging = reinterpret_cast<uint64_t>(warp.staging);
+  asm volatile("" : "+l"(staging));
+  warp.staging = reinterpret_cast<bf16*>(staging);
+  return warp;
+}
+
+// sigmoid(x) by one tanh.
+__device__ __forceinline__ float sigmoid_approx(float x) {
+  return fmaf(0.5f, device::tanh_approx(0.5f * x), 0.5f);
+}
+
+// FC1: activation and route weight, hidden rows to their slot. FC2: row pieces to their homes.
+// kGeneral: biases and the clamped activations too.
+template <bool kGeneral>
+struct ForwardEpilogue {
+  // Pieces of 64 columns that wait for the next tile: both of FC1, the second half of FC2. All four
+  // would need 216 registers for the GEMM alone.
+  static constexpr int kNumDeferred = 2;
+  static constexpr bool kPublishes = true;
+  const ForwardCommon& common;
+  const RankParams& rank;
+  ForwardState& state;
+
+  struct Prepared {
+    float weight[2];      // of rows lane/4 and lane/4 + 8
+    int32_t home, route;  // FC2: of row lane < 16
+  };
+
+  // Beside the main loop, which hides the latency: the origins were written before the rows were
+  // ready.
+  __device__ __forceinline__ Prepared prepare(const Tile& tile,
+                                              const EpilogueWarp& known_warp) const {
+    const EpilogueWarp warp = opaque(known_warp);
+    Prepared prepared{};
+    const pipeline::RowOrigin* origins =
+        at<pipeline::RowOrigin>(rank, common.workspace.origins) +
+        (tile.row_begin - static_cast<int32_t>(state.shared_blocks) * BLOCK_M);
+    if (kGeneral || is_fc1(tile)) {
+#pragma unroll
+      for (int32_t h = 0; h < 2; ++h) {
+        const int32_t row = warp.warp_row + warp.lane_idx / 4 + 8 * h;
+        if (row >= tile.num_rows) continue;
+        prepared.weight[h] =
+            is_shared(tile) ? at<float>(rank, common.workspace.shared_weight)[tile.row_begin + row]
+                            : __ldcg(&origins[row].weight);
+      }
+    }
+    const int32_t row = warp.warp_row + warp.lane_idx;
+    if (tile.product == kFc2 && warp.lane_idx < 16 && row < tile.num_rows) {
+      prepared.home = __ldcg(&origins[row].rank);
+      prepared.route = __ldcg(&origins[row].route);
+    }
+    if constexpr (kGeneral) {
+      if (common.problem.expert_bias && !is_shared(tile)) prefetch_bias(tile, warp);
+    }
+    return prepared;
+  }
+
+  __device__ __forceinline__ void convert(float (&acc)[128], const Prepared& prepared,
+                                          const Tile& tile, const EpilogueWarp& known_warp,
+                                          uint32_t (&packed)[kNumDeferred][16]) const {
+    const EpilogueWarp warp = opaque(known_warp);
+    if constexpr (kGeneral) {
+      if (common.problem.expert_bias && !is_shared(tile)) add_bias(acc, prepared, tile, warp);
+    }
+    if (is_fc1(tile)) {
+      const expert::GemmOutput& z = is_shared(tile) ? rank.shared_z : rank.z;
+      if (z.data != nullptr) store_z(acc, z, tile, warp);
+#pragma unroll
+      for (int32_t i = 0; i < 32; ++i) {
+        packed[i / 16][i % 16] =
+            expert::pack_bf16(hidden(acc[2 * i], acc[64 + 2 * i], prepared.weight[i % 2]),
+                              hidden(acc[2 * i + 1], acc[64 + 2 * i + 1], prepared.weight[i % 2]));
+      }
+      return;
+    }
+    if (tile.product == kFc2 && warp.lane_idx < 16 &&
+        warp.warp_row + warp.lane_idx < tile.num_rows) {
+      state.row_home[warp.warp_row / 16][warp.lane_idx] =
+          heap_at<bf16>(common, RankId{prepared.home}, common.heap.returns) +
+          prepared.route * common.problem.hidden;
+    }
+#pragma unroll
+    for (int32_t piece = 0; piece < 2; ++piece) {
+      pack(acc, piece, packed[piece]);
+      store_piece(packed[piece], piece, tile, warp);
+    }
+#pragma unroll
+    for (int32_t piece = 2; piece < 4; ++piece) pack(acc, piece, packed[piece - 2]);
+  }
+
+  // Stores what convert() left in packed[deferred].
+  __device__ __forceinline__ void store(const uint32_t (&values)[16], int32_t deferred,
+                                        const Tile& tile, const EpilogueWarp& warp) const {
+    store_piece(values, is_fc1(tile) ? deferred : 2 + deferred, tile, opaque(warp));
+  }
+  // The warp's part of the tile is stored: tells this CTA's ticket warp, which tells the others.
+  __device__ __forceinline__ void publish(const Tile&, uint32_t tile_idx,
+                                          const EpilogueWarp& warp) const {
+    if (warp.lane_idx == 0) {
+      // This lane's tensor copies have written global memory, and that becomes visible to the
+      // generic proxy.
+      ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
+      ptx::fence_proxy_async(ptx::space_global);
+    }
+    __syncwarp();  // the other lanes' stores, to lane 0, whose arrival releases them
+    if (warp.lane_idx == 0)
+      ptx::mbarrier_arrive(&state.tile_stored[tile_idx % expert::kNumTicketSlots]);
+  }
+
+  __device__ __forceinline__ void drain(const EpilogueWarp& warp) const {
+    expert::drain_stores(warp.lane_idx);
+  }
+
+ private:
+  static __device__ __forceinline__ void pack(const float (&acc)[128], int32_t piece,
+                                              uint32_t (&values)[16]) {
+#pragma unroll
+    for (int32_t i = 0; i < 16; ++i) {
+      values[i] = expert::pack_bf16(acc[piece * 32 + 2 * i], acc[piece * 32 + 2 * i + 1]);
+    }
+  }
+
+  // One piece of the warp's rows to where the tile's product goes.
+  __device__ __forceinline__ void store_piece(const uint32_t (&values)[16], int32_t piece,
+                                              const Tile& tile, const EpilogueWarp& warp) const {
+    const int32_t num_rows = tile.num_rows - warp.warp_row;
+    if (num_rows <= 0) return;
+    bf16* staging = warp.staging + (piece % 2) * (16 * 64);
+    if (tile.product == kFc2) {
+      combine::stage_piece(values, staging, warp.lane_idx);
+      if (piece % 2 == 1) {
+        combine::push_pair(warp.staging, state.row_home[warp.warp_row / 16], num_rows,
+                           tile.n_tile * BLOCK_N + (piece - 1) * 64,
+                           static_cast<int32_t>(common.problem.hidden), warp.lane_idx);
+      }
+      return;
+    }
+    const int32_t first = tile.product == kFc1 ? hidden_row(tile) : tile.row_begin;
+    expert::store_piece(rank.outputs[tile.product], values, staging, first + warp.warp_row,
+                        num_rows, tile.n_tile * (is_fc1(tile) ? BLOCK_N / 2 : BLOCK_N) + piece * 64,
+                        warp.lane_idx);
+  }
+
+  __device__ __forceinline__ int32_t hidden_row(const Tile& tile) const {
+    return static_cast<int32_t>((block_of(tile).v - state.shared_blocks) %
+                                state.hidden_ring_blocks) *
+           BLOCK_M;
+  }
+
+  // A NaN fails the comparisons and stays a NaN.
+  __device__ __forceinline__ float hidden(float gate, float up, float weight) const {
+    if constexpr (kGeneral) {
+      const Activation& a = common.problem.activation;
+      float alpha = 1.0f, shift = 0.0f;
+      if (a.kind != ActivationKind::swiglu) {
+        gate = gate > a.limit ? a.limit : gate;
+        up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
+      }
+      if (a.kind == ActivationKind::gpt_oss) alpha = a.alpha, shift = 1.0f;
+      return gate * sigmoid_approx(alpha * gate) * (up + shift) * weight;
+    } else {
+      const float half_gate = 0.5f * gate;
+      return fmaf(half_gate, device::tanh_approx(half_gate), half_gate) * up * weight;
+    }
+  }
+
+  // z = [gate, up] for the backward, straight from the accumulators: there are no registers to
+  // defer it.
+  __device__ __forceinline__ void store_z(const float (&acc)[128], const expert::GemmOutput& z,
+                                          const Tile& tile, const EpilogueWarp& warp) const {
+    const int64_t intermediate = z.num_columns / 2,
+                  block = is_shared(tile) ? 0 : state.table.routed_idx(block_of(tile));
+    const int32_t num_rows = tile.num_rows - warp.warp_row;
+    if (num_rows <= 0 || (!is_shared(tile) && block >= common.saved_blocks)) return;
+    const int32_t row = is_shared(tile) ? tile.row_begin : static_cast<int32_t>(block) * BLOCK_M;
+#pragma unroll
+    for (int32_t piece = 0; piece < 4; ++piece) {
+      const int32_t column = tile.n_tile * (BLOCK_N / 2) + piece % 2 * 64;
+      // A piece past the last column is "stored" out of bounds: the staging buffers must alternate.
+      const int32_t at = column < intermediate
+                             ? column + piece / 2 * static_cast<int32_t>(intermediate)
+                             : z.num_columns;
+      uint32_t values[16];
+      pack(acc, piece, values);
+      expert::store_piece(z, values, warp.staging + (piece % 2) * (16 * 64), row + warp.warp_row,
+                          num_rows, at, warp.lane_idx);
+    }
+  }
+
+  // The tile's 256 biases, to this warp's staging: nothing else is there between two tiles' pieces.
+  __device__ __forceinline__ void prefetch_bias(const Tile& tile, const EpilogueWarp& warp) const {
+    const bool fc1 = is_fc1(tile);
+    const int64_t width = fc1 ? common.problem.intermediate : common.problem.hidden;
+    const bf16* bias = fc1 ? (warp.lane_idx < 16 ? rank.gate_bias : rank.up_bias) : rank.down_bias;
+    const int64_t column = fc1 ? tile.n_tile * (BLOCK_N / 2) + warp.lane_idx % 16 * 8
+                               : tile.n_tile * BLOCK_N + warp.lane_idx * 8;
+    if (column < width) {
+      __pipeline_memcpy_async(warp.staging + warp.lane_idx * 8,
+                              bias + tile.expert_idx * width + column, 16);
+    }
+    __pipeline_commit();
+  }
+
+  // g += gate bias, u += up bias; y += w * down bias.
+  __device__ __forceinline__ void add_bias(float (&acc)[128], const Prepared& prepared,
+                                           const Tile& tile, const EpilogueWarp& warp) const {
+    __pipeline_wait_prior(0);
+    __syncwarp();  // the biases, to all lanes
+    const uint32_t* pairs = reinterpret_cast<const uint32_t*>(warp.staging) + warp.lane_idx % 4;
+    const bool fc1 = is_fc1(tile);
+#pragma unroll
+    for (int32_t j = 0; j < 32; ++j) {
+      const uint32_t pair = pairs[j * 4];
+      const float bias[2] = {__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u)};
+#pragma unroll
+      for (int32_t i = 0; i < 4; ++i)
+        acc[4 * j + i] += (fc1 ? 1.0f : prepared.weight[i / 2]) * bias[i % 2];
+    }
+    __syncwarp();  // all have read them before staging is used again
+  }
+};
+
+}  // namespace moxie::backend_cuda

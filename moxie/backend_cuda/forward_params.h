@@ -1,0 +1,117 @@
+// What the host hands to the fused forward kernel, all of it by value as kernel parameters: a
+// captured graph keeps its own copy, and tensor maps may be read from there. The launch covers the
+// ranks of one GPU.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "moxie/device/bounded_wait.cuh"
+#include "moxie/expert/grouped_gemm_epilogues_cuda.cuh"
+#include "moxie/moxie.h"
+#include "moxie/pipeline/layout.h"
+#include "moxie/pipeline/tasks.h"
+#include "moxie/schedule/schedule_cuda.cuh"
+
+namespace moxie::backend_cuda {
+
+inline constexpr int kMaxLocalRanks =
+    8;                                // of one launch: 3 KB of parameters each, 32 KB are allowed
+inline constexpr int kMaxRanks = 64;  // one heap address each
+// ExpiredWait::what: a WaitFor from here on, below it a WaitSite of the GEMM loop.
+inline constexpr std::uint32_t kWaitForBase = 64;
+
+// The operand sets of the expert GEMM; Tile::product.
+enum Product : std::uint8_t { kFc1, kFc2, kSharedFc1, kSharedFc2, kNumProducts };
+
+// Failure of a pass before any row moved; in host memory, written by the rank's first CTA.
+struct PassReport {
+  std::uint32_t written;           // a pipeline::Verdict, 0 = nothing to report
+  std::int64_t bad_route, bad_id;  // invalid_route
+  std::int64_t wanted_blocks;      // capacity_exceeded: what this rank would have needed
+};
+
+// Workspace of one rank: pipeline/layout.h's, then what only the GPU needs.
+struct CudaWorkspaceLayout {
+  pipeline::Region sort_counts;  // i32 [kMaxSortCtas, E]
+  pipeline::Region result;       // ScheduleResult
+  pipeline::Region words;        // PassWords [2]: two banks, like the counters
+  std::int64_t num_bytes = 0;
+};
+struct ScheduleResult {
+  std::int32_t num_blocks;
+  std::uint32_t verdict;  // pipeline::Verdict
+};
+struct PassWords {
+  std::uint32_t num_counted;  // CTAs whose route counts are written
+  std::uint32_t bad_route;    // see RouteSort
+};
+inline CudaWorkspaceLayout cuda_workspace_layout(const Problem& p, const Plan& plan) {
+  pipeline::RegionPacker pack;
+  pack.rewind(align_up(pipeline::workspace_layout(p, plan).num_bytes, pipeline::kRegionAlign));
+  CudaWorkspaceLayout l;
+  l.sort_counts = pack.take(schedule::kMaxSortCtas * p.num_experts * 4);
+  l.result = pack.take(sizeof(ScheduleResult));
+  l.words = pack.take(2 * sizeof(PassWords));
+  l.num_bytes = pack.end();
+  return l;
+}
+
+struct RankParams {
+  expert::GemmOperands operands[kNumProducts];
+  expert::GemmOutput outputs[kNumProducts];  // hidden ring, (unused), shared_hidden, shared_out
+  expert::GemmOutput z, shared_z;            // [rows, 2 I] context, data = null: not saved
+  std::byte* workspace;
+  PassReport* report;
+  const bf16* x;                   // [T, H]
+  const void* expert_ids;          // [T, K]
+  const float* route_weights;      // [T, K]
+  bf16* y;                         // [T, H]
+  const bf16* gate_bias;           // [E_local, I] or null, as the next two
+  const bf16* up_bias;             // [E_local, I]
+  const bf16* down_bias;           // [E_local, H]
+  const bf16* shared_output_gate;  // [H] or null
+  std::int32_t* keep_ids;          // [T, K] context or null, as the next two
+  float* keep_weights;             // [T, K]
+  bf16* keep_x;                    // [saved_blocks * 128, H]
+  std::int64_t num_tokens;
+  RankId me;
+  DType id_dtype;
+};
+
+struct ForwardCommon {
+  Problem problem;
+  Plan plan;
+  pipeline::Extents extents;
+  pipeline::HeapLayout heap;
+  pipeline::WorkspaceLayout workspace;
+  pipeline::CounterLayout counters;
+  CudaWorkspaceLayout cuda_workspace;
+  std::byte* heaps[kMaxRanks];
+  FaultInjection faults;
+  std::int64_t proven_blocks;    // capacity at which no routing can exceed it
+  std::int64_t saved_blocks;     // routed blocks whose z (and x) the context keeps
+  std::uint32_t* abort_flag;     // one for all ranks of the process
+  device::ExpiredWait* expired;  // host memory, likewise
+  std::uint64_t timeout_ns;
+  std::int32_t ctas_per_rank;
+};
+
+template <int kNumLocalRanks>
+struct ForwardParams {
+  ForwardCommon common;
+  RankParams ranks[kNumLocalRanks];
+};
+static_assert(sizeof(ForwardParams<kMaxLocalRanks>) <= 32764);
+
+// One built configuration of the kernel.
+struct ForwardKernel {
+  const void* function;
+  std::size_t shared_bytes;
+};
+// `general`: biases and clamped activations; else plain SwiGLU. Takes ForwardParams<1 or
+// kMaxLocalRanks>.
+// cluster_size 2: pairs of CTAs share B by multicast (slabs order).
+ForwardKernel forward_kernel(bool general, bool several_ranks, int cluster_size);
+
+}  // namespace moxie::backend_cuda

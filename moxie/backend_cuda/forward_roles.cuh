@@ -1,0 +1,248 @@
+// Roles of the warps beside the GEMM: tickets and publishing (warp 1), dispatch, merge. The twins
+// are roles_comm.h and the combine half of roles_compute.h.
+#pragma once
+
+#include "moxie/backend_cuda/forward_epilogue.cuh"
+#include "moxie/merge/merge_cuda.cuh"
+
+namespace moxie::backend_cuda {
+
+// What the ticket warp tells others about this CTA's tiles. One lane.
+//
+// FC1 tiles are counted at once: FC2 waits for them. FC2 tiles only complete slabs, and telling
+// that takes a fence of system scope that lasts as long as the link is behind (stores to other GPUs
+// must have arrived), so they are counted here and handed over when the CTA goes on to the next
+// slab.
+struct Publisher {
+  const ForwardCommon& common;
+  const RankParams& rank;
+  ForwardState& state;
+  int32_t slab = 0;  // slabs order: which one is being counted
+
+  __device__ __forceinline__ void tile_stored(const Tile& tile) {
+    if (tile.num_rows == 0) return;  // no task: the partner of a last tile
+    delay_of(common)();
+    const BlockId b = block_of(tile);
+    if (is_fc1(tile)) {
+      // The tile's hidden rows (tensor copies of eight lanes, all complete), to FC2.
+      device::add_release_gpu(state.counters + common.counters.fc1_done + b.v, 1);
+    } else if (tile.product == kSharedFc2) {
+      device::add_release_gpu(state.counters + common.counters.shared_done, 1);
+    } else {
+      const auto now = static_cast<int32_t>(
+          pipeline::slab_of_tile(tile.n_tile, state.stream.num_slabs, state.stream.fc2_tiles));
+      if (common.plan.order == TaskOrder::slabs && now != slab) hand_over(slab);
+      slab = now;
+      ++state.slab_tiles[now];
+      if (common.plan.hidden_ring_blocks < state.stream.routed_blocks) {
+        // The tile's reads of the hidden slot, to FC1 tiles that will write there.
+        device::add_release_gpu(state.counters + common.counters.fc2_done + b.v, 1);
+      }
+    }
+  }
+
+  // No more tiles.
+  __device__ __forceinline__ void finish() {
+    for (int32_t s = 0; s < state.stream.num_slabs; ++s) hand_over(s);
+  }
+
+ private:
+  __device__ __forceinline__ void hand_over(int32_t s) {
+    const uint32_t tiles = state.slab_tiles[s];
+    if (tiles == 0) return;
+    state.slab_tiles[s] = 0;
+    const int64_t all =
+        state.stream.routed_blocks *
+        pipeline::slab_tiles(s, state.stream.num_slabs, state.stream.fc2_tiles).size();
+    // System scope: what is handed on are stores into other GPUs' memory. The last CTA tells the
+    // peers.
+    uint32_t* done = state.counters + common.counters.slab_done + s;
+    if (device::add_acq_rel_sys(done, tiles) + tiles == all)
+      announce_slab(common, rank.me, state.epoch, s);
+  }
+};
+
+// Warp 1 of the first CTA of a cluster: takes tickets and posts their tiles one ahead of the loads;
+// publishes the tiles that the consumer warps have stored, so that those never execute a fence for
+// other SMs. Whichever comes first.
+template <int kClusterSize, class Shared>
+__device__ __forceinline__ void post_and_publish(const ForwardCommon& common,
+                                                 const RankParams& rank, Shared& shared) {
+  enum Next : int32_t { kGiveUp, kPost, kPublish };
+  ForwardState& state = shared.schedule;
+  const int32_t lane_idx = threadIdx.x % 32;
+  expert::RingPosition<expert::kNumTicketSlots> posted, published;
+  bool has_tickets = true;
+  Publisher publisher{common, rank, state};
+  const auto may_publish = [&] {
+    // Signalled by the eight consumer warps: the oldest tile not yet published is stored.
+    return published.count < posted.count &&
+           ptx::mbarrier_test_wait_parity(&state.tile_stored[published.slot_idx()],
+                                          published.parity());
+  };
+  const auto may_post = [&] {
+    if (!has_tickets) return false;
+    if (posted.count == 0) return true;
+    // A slot is posted again only after its tile was read from it: here for publishing, and in the
+    // partner.
+    if (posted.count - published.count >= expert::kNumTicketSlots) return false;
+    if (kClusterSize > 1 && posted.count >= expert::kNumTicketSlots &&
+        !ptx::mbarrier_test_wait_parity(&state.partner_read[posted.slot_idx()],
+                                        posted.parity() ^ 1)) {
+      return false;
+    }
+    // Signalled by the loading warp: it has begun the tile posted last.
+    return ptx::mbarrier_test_wait_parity(&shared.tile_begun, (posted.count - 1) & 1);
+  };
+  while (has_tickets || published.count < posted.count) {
+    Next next = kGiveUp;
+    if (lane_idx == 0) {
+      device::bounded_wait(
+          [&] {
+            if (may_post())  // first: the loads wait for it, and publishing may take long
+              next = kPost;
+            else if (may_publish())
+              next = kPublish;
+            else
+              __nanosleep(device::kPollPause_ns);
+            return next != kGiveUp;
+          },
+          [&] { return uint64_t{posted.count}; }, state.barrier_limits,
+          {expert::kWaitTileBegun, published.count, published.count + 1});
+    }
+    next = static_cast<Next>(__shfl_sync(~0u, static_cast<int32_t>(next), 0));
+    if (next == kGiveUp) return;
+    if (next == kPublish) {
+      if (lane_idx == 0) publisher.tile_stored(shared.tickets[published.slot_idx()]);
+      published.advance();
+      continue;
+    }
+    uint32_t unit = 0;
+    if (lane_idx == 0) unit = device::add_relaxed_gpu(state.counters + common.counters.ticket, 1);
+    const Tile tile = ForwardSchedule::tile_of_cta<kClusterSize>(state, __shfl_sync(~0u, unit, 0));
+    if (lane_idx < kClusterSize)
+      expert::post_tile<kClusterSize>(shared, posted.slot_idx(), tile, lane_idx);
+    has_tickets = __shfl_sync(~0u, tile.kind, 0) != expert::kNoMoreTiles;
+    if (has_tickets) posted.advance();
+  }
+  if (lane_idx == 0) publisher.finish();
+}
+
+// Warp 1 of the second CTA of a cluster: publishes what the first one posts.
+template <class Shared>
+__device__ __forceinline__ void publish_only(const ForwardCommon& common, const RankParams& rank,
+                                             Shared& shared) {
+  ForwardState& state = shared.schedule;
+  const int32_t lane_idx = threadIdx.x % 32;
+  Publisher publisher{common, rank, state};
+  expert::RingPosition<expert::kNumTicketSlots> slot;
+  Tile tile;
+  while (expert::read_tile<2>(shared, slot, state.barrier_limits, tile)) {
+    __syncwarp();
+    bool healthy = true;
+    if (lane_idx == 0) {
+      device::mbarrier_arrive_cluster(device::mapa(&state.partner_read[slot.slot_idx()], 0));
+      // Signalled by the eight consumer warps: the tile is stored.
+      healthy = device::mbarrier_wait(&state.tile_stored[slot.slot_idx()], slot.parity(),
+                                      state.barrier_limits,
+                                      {expert::kWaitTicket, slot.count, slot.count + 1});
+      if (healthy) publisher.tile_stored(tile);
+    }
+    if (!__shfl_sync(~0u, healthy, 0)) return;
+    slot.advance();
+  }
+  if (lane_idx == 0) publisher.finish();
+}
+
+// One of the CTA's two dispatch warps.
+__device__ __forceinline__ void dispatch_rows(const ForwardCommon& common, ForwardState& state,
+                                              int32_t warp_idx) {
+  dispatch::pull_rows(state.pull, state.pull_slots[warp_idx], state.cta.idx * 2 + warp_idx,
+                      state.cta.count * 2, state.counter_limits, code(WaitFor::x_slot_free),
+                      [&] { delay_of(common)(); });
+}
+
+// A warp: waits until every rank has pushed the slab, and the shared expert's output is there.
+__device__ __forceinline__ bool wait_slab(const ForwardCommon& common, const RankParams& rank,
+                                          const ForwardState& state, int64_t slab) {
+  const int32_t lane_idx = threadIdx.x % 32;
+  bool healthy = true;
+  for (int64_t i = lane_idx; healthy && i < common.problem.num_ranks; i += 32) {
+    uint64_t word = 0;
+    // Signalled by rank i: all its pieces of the slab lie in this heap.
+    healthy = device::wait_signal(heap_at<uint64_t>(common, rank.me, common.heap.returns_done) +
+                                      i * pipeline::kMaxSlabs + slab,
+                                  pipeline::make_signal(state.epoch), state.signal_limits,
+                                  code(WaitFor::returns_done), i, word);
+  }
+  const int64_t shared_tiles = state.table.shared_blocks * state.stream.fc2_tiles;
+  if (healthy && lane_idx == 0 && shared_tiles > 0) {
+    // Signalled by this rank's shared FC2 tiles.
+    healthy = device::wait_counter(state.counters + common.counters.shared_done,
+                                   static_cast<uint32_t>(shared_tiles), state.counter_limits,
+                                   code(WaitFor::shared_done), 0);
+  }
+  return __all_sync(~0u, healthy);  // and what any lane acquired, to all
+}
+
+// Any warp: merges tokens slab by slab, until none are left.
+__device__ __forceinline__ void merge_returns(const ForwardCommon& common, const RankParams& rank,
+                                              const ForwardState& state) {
+  constexpr int64_t kParts = 4;  // of a unit of 16 tokens: the last slab must spread over all warps
+  constexpr int64_t kPartTokens = pipeline::kTokenUnit / kParts;
+  const Problem& p = common.problem;
+  const int64_t num_slabs = common.plan.num_slabs, num_tokens = rank.num_tokens;
+  const int64_t num_parts = pipeline::num_merge_units(num_tokens, num_slabs) * kParts;
+  const merge::Merge m{
+      at<int32_t>(rank, common.workspace.ids),
+      heap_at<bf16>(common, rank.me, common.heap.returns),
+      p.shared.intermediate > 0 ? at<bf16>(rank, common.workspace.shared_out) : nullptr,
+      rank.y,
+      p.hidden,
+      static_cast<int32_t>(p.top_k)};
+  int64_t slab_seen = -1;
+  for (;;) {
+    uint32_t part = 0;
+    if (threadIdx.x % 32 == 0)
+      part = device::add_relaxed_gpu(state.counters + common.counters.merge_unit, 1);
+    part = __shfl_sync(~0u, part, 0);
+    if (part >= num_parts) return;
+    const pipeline::MergeUnit unit = pipeline::merge_unit(part / kParts, num_tokens);
+    if (unit.slab != slab_seen && !wait_slab(common, rank, state, unit.slab)) return;
+    slab_seen = unit.slab;
+    delay_of(common)();
+    const int64_t begin = min(unit.tokens.begin + part % kParts * kPartTokens, unit.tokens.end);
+    const pipeline::Range tiles =
+        pipeline::slab_tiles(unit.slab, num_slabs, state.stream.fc2_tiles);
+    merge::merge_tokens(
+        m, {begin, min(begin + kPartTokens, unit.tokens.end)},
+        {tiles.begin * pipeline::kFc2TileCols, min(tiles.end * pipeline::kFc2TileCols, p.hidden)});
+  }
+}
+
+// All threads of a CTA, when its roles have ended, also in a pass that was called off. The rank's
+// last CTA closes the pass: the next one begins at the next epoch and bank.
+__device__ __forceinline__ void close_pass(const ForwardCommon& common, const RankParams& rank,
+                                           const ForwardState& state) {
+  bool healthy = true;
+  if (state.cta.idx == 0 && state.verdict == pipeline::Verdict::go) {
+    const int64_t num_words = common.problem.num_ranks * common.plan.num_slabs;
+    for (int64_t i = threadIdx.x; healthy && i < num_words; i += blockDim.x) {
+      const int64_t peer = i / common.plan.num_slabs, slab = i % common.plan.num_slabs;
+      uint64_t word = 0;
+      // Signalled by every rank: it has pushed all, so it has pulled all, and reads this heap no
+      // more. Until then the next pass must not stage.
+      healthy = device::wait_signal(heap_at<uint64_t>(common, rank.me, common.heap.returns_done) +
+                                        peer * pipeline::kMaxSlabs + slab,
+                                    pipeline::make_signal(state.epoch), state.signal_limits,
+                                    code(WaitFor::returns_done), peer, word);
+    }
+  }
+  if (__syncthreads_and(healthy) == 0 || threadIdx.x != 0) return;
+  const uint32_t closed = device::add_acq_rel_gpu(state.counters + common.counters.closed, 1) + 1;
+  if (closed < static_cast<uint32_t>(state.cta.count)) return;
+  *heap_at<uint64_t>(common, rank.me, common.heap.epoch) = state.epoch;
+  *at<uint64_t>(rank, common.workspace.pass_count) = state.pass_count + 1;
+}
+
+}  // namespace moxie::backend_cuda

@@ -1,0 +1,101 @@
+// The whole forward pass in one kernel. Its CTAs are divided among the ranks of this GPU; every CTA
+// stages, then its warps take roles and keep them: warp 0 loads, warp 1 tickets and flags, warps
+// 2-3 dispatch and merge, two consumer warpgroups multiply. The GEMM loop is
+// expert/grouped_gemm_cuda.cuh, unchanged. Protocol: docs/protocol.md. The CPU twin is
+// backend_cpu/.
+#pragma once
+
+#include "moxie/backend_cuda/forward_roles.cuh"
+#include "moxie/backend_cuda/forward_schedule.cuh"
+
+namespace moxie::backend_cuda {
+
+// What the GEMM loop calls its parameters.
+template <bool kGeneral>
+struct ForwardGemm {
+  const expert::GemmOperands (&operands)[kNumProducts];
+  ForwardEpilogue<kGeneral> epilogue;
+  ForwardReadiness readiness;
+  const device::WaitLimits& limits;
+};
+
+// Registers per thread: 104 let a dispatch lane have 12 loads in flight and a merge lane 8, 200
+// hold the accumulators and two deferred pieces without spills.
+template <int kClusterSize>
+using ForwardConfig = expert::GemmConfig<kClusterSize, 104, 200>;
+using ForwardShared = expert::GemmShared<ForwardSchedule>;
+
+// Fault injection: this rank comes late_ms late.
+__device__ __forceinline__ void come_late(const FaultInjection& faults, RankId me) {
+  if (faults.late_rank != me.v) return;
+  const uint64_t begin_ns = ptx::get_sreg_globaltimer();
+  while (ptx::get_sreg_globaltimer() - begin_ns < static_cast<uint64_t>(faults.late_ms) * 1000000)
+    __nanosleep(1000);
+}
+
+template <bool kGeneral, int kNumLocalRanks, int kClusterSize>
+__global__ void __launch_bounds__(expert::kNumThreads, 1)
+    fused_forward_kernel(const __grid_constant__ ForwardParams<kNumLocalRanks> params) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  static_assert(sizeof(ForwardShared) <= 227 * 1024);
+  auto& shared = *reinterpret_cast<ForwardShared*>(shared_bytes);
+  ForwardState& state = shared.schedule;
+  const ForwardCommon& common = params.common;
+  const int32_t local_rank = kNumLocalRanks == 1 ? 0 : blockIdx.x / common.ctas_per_rank;
+  const RankParams& rank = params.ranks[local_rank];
+  const schedule::Cta cta{static_cast<int32_t>(blockIdx.x) - local_rank * common.ctas_per_rank,
+                          common.ctas_per_rank};
+  if (common.faults.kill_rank == rank.me.v)
+    return;  // fault injection: peers must find out by themselves
+  come_late(common.faults, rank.me);
+
+  if (threadIdx.x == 0) {
+    for (uint64_t& stored : state.tile_stored)
+      ptx::mbarrier_init(&stored, expert::kNumConsumerWarps);
+    for (uint64_t& read : state.partner_read) ptx::mbarrier_init(&read, 1);
+  }
+  expert::initialise_barriers<kClusterSize>(shared);  // and hands all of them to the cluster
+  if (threadIdx.x == 0) {
+    open_pass(common, rank, state);
+    state.cta = cta;
+  }
+  __syncthreads();
+  int32_t* scratch =
+      reinterpret_cast<int32_t*>(shared_bytes);  // the stages, before anything is loaded
+  clear_other_bank(common, rank, state, cta);
+  if (!stage_inputs(common, rank, state, cta, scratch)) return;
+  if (cta.idx == 0) schedule_pass(common, rank, state, cta, scratch);
+  if (!read_schedule(common, rank, state)) return;
+  if (state.verdict != Verdict::go) return close_pass(common, rank, state);
+  // The scratch was written by plain stores; tensor copies write there next.
+  ptx::fence_proxy_async(ptx::space_shared);
+  expert::sync_cluster<kClusterSize>();  // the partner's barriers are ready, its scratch is free
+
+  const ForwardGemm<kGeneral> gemm{
+      rank.operands, {common, rank, state}, {common, state}, state.barrier_limits};
+  if (threadIdx.x < 128) {
+    device::setmaxnreg_dec<ForwardConfig<kClusterSize>::kProducerRegisters>();
+    const int32_t warp_idx = threadIdx.x / 32;
+    if (warp_idx == 0) {
+      expert::load_tiles<kClusterSize>(gemm, shared);
+    } else if (warp_idx == 1) {
+      if (expert::is_first_cta<kClusterSize>()) {
+        post_and_publish<kClusterSize>(common, rank, shared);
+      } else if constexpr (kClusterSize > 1) {
+        publish_only(common, rank, shared);
+      }
+    } else {
+      dispatch_rows(common, state, warp_idx - 2);
+    }
+    merge_returns(common, rank, state);
+  } else {
+    device::setmaxnreg_inc<ForwardConfig<kClusterSize>::kConsumerRegisters>();
+    expert::multiply_tiles<kClusterSize>(gemm, shared);
+    merge_returns(common, rank, state);
+  }
+  expert::sync_cluster<kClusterSize>();  // nobody leaves while its partner may still write to its
+                                         // memory
+  close_pass(common, rank, state);
+}
+
+}  // namespace moxie::backend_cuda

@@ -1,0 +1,19 @@
+// Searching an ascending table with a whole warp: one round of independent loads per 32 entries,
+// where a binary search is a chain of dependent ones (300 cycles each from L2).
+#pragma once
+
+#include <cstdint>
+
+namespace moxie::device {
+
+// Index of the last entry of begin[0 .. n) that is <= value, as pipeline::last_not_above; begin[0]
+// <= value. Warp-collective, the same arguments in all lanes.
+template <class Int>
+__device__ __forceinline__ int32_t warp_last_not_above(const Int* begin, int32_t n, Int value) {
+  int32_t num_not_above = 0;
+#pragma unroll 2
+  for (int32_t i = threadIdx.x % 32; i < n; i += 32) num_not_above += begin[i] <= value;
+  return __reduce_add_sync(~0u, num_not_above) - 1;
+}
+
+}  // namespace moxie::device

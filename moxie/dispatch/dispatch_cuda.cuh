@@ -1,0 +1,192 @@
+// Dispatch on the GPU: a warp pulls rows of x from their home ranks into ring slots.
+// Contract: dispatch.h; plain body: dispatch_ref.h.
+//
+// Every warp takes every W-th quarter of a dispatch unit (W warps of the rank), so the first blocks
+// are whole after one quarter each. Lane i looks up the origin of row i of the *next* quarter
+// before the warp copies this one: three dependent loads, one of them across the link, hide behind
+// the copy. Rows move as 16-byte loads and stores, twelve of them per lane: bytes in flight
+// decide the speed (12 x 512 bytes per warp).
+#pragma once
+
+#include <cuda_pipeline.h>
+#include <cuda_runtime.h>
+
+#include "moxie/core/dtype.h"
+#include "moxie/device/signal.cuh"
+#include "moxie/device/warp_search.cuh"
+#include "moxie/pipeline/layout.h"
+#include "moxie/pipeline/tasks.h"
+
+namespace moxie::dispatch {
+
+inline constexpr int64_t kQuarters = 4;  // of a unit of 16 rows
+inline constexpr int64_t kQuarterRows = pipeline::kDispatchUnitRows / kQuarters;
+inline constexpr int kChunksPerRow = 3;  // in flight per lane and row: 12 together, 16 would spill
+
+struct Pull {
+  std::byte* const* heaps;  // [R]
+  const pipeline::HeapLayout* heap;
+  const pipeline::BlockTable* table;
+  pipeline::RowOrigin* origins;  // [routed_blocks * 128]
+  bf16* x_ring;                  // [x_ring_blocks * 128, H]
+  bf16* keep_x;                  // [saved_blocks * 128, H] context, or null
+  int64_t saved_blocks, x_ring_blocks, minibatch_blocks, fc1_tiles, hidden, top_k;
+  uint32_t* x_ready;         // [groups]
+  const uint32_t* fc1_done;  // [blocks]
+};
+
+// Rows [begin, begin + num_rows) of a block and their origins; in shared memory, one per warp.
+struct PullRows {
+  int32_t block, begin, num_rows;
+  int32_t rank[kQuarterRows], route[kQuarterRows];
+  float weight[kQuarterRows];
+};
+
+// Starts the look-up of a quarter's origins into `next`: complete after __pipeline_wait_prior(0).
+// The copies across the link go to shared memory by themselves, so that registers are left for
+// rows.
+__device__ __forceinline__ void look_up(const Pull& p, int32_t quarter, int32_t num_quarters,
+                                        int32_t lane_idx, PullRows& next) {
+  if (quarter >= num_quarters) return;
+  const BlockId block = pipeline::dispatch_block(*p.table, quarter / kQuarters);
+  const LocalExpertId expert{device::warp_last_not_above(
+      p.table->expert_block, static_cast<int32_t>(p.table->num_experts), block.v)};
+  const pipeline::Range rows =
+      pipeline::dispatch_unit(*p.table, quarter / kQuarters, p.table->rows(block, expert)).rows;
+  const int64_t begin = min(rows.begin + quarter % kQuarters * kQuarterRows, rows.end);
+  const int32_t num_rows = static_cast<int32_t>(min(kQuarterRows, rows.end - begin));
+  if (lane_idx == 0) {
+    next.block = block.v;
+    next.begin = static_cast<int32_t>(begin);
+    next.num_rows = num_rows;
+  }
+  if (lane_idx >= num_rows) return;
+  const int64_t first = (block.v - p.table->expert_block[expert.v]) * pipeline::kBlockRows;
+  const pipeline::RowSource source = p.table->source(expert, first + begin + lane_idx);
+  const std::byte* peer = p.heaps[source.rank.v];
+  next.rank[lane_idx] = source.rank.v;
+  __pipeline_memcpy_async(
+      &next.route[lane_idx],
+      reinterpret_cast<const int32_t*>(peer + p.heap->routes_sorted.offset) + source.sorted_idx, 4);
+  __pipeline_memcpy_async(
+      &next.weight[lane_idx],
+      reinterpret_cast<const float*>(peer + p.heap->weights_sorted.offset) + source.sorted_idx, 4);
+  __pipeline_commit();
+}
+
+// Where a row lies in its home rank's heap, in 16-byte chunks.
+__device__ __forceinline__ const uint4* source_of(const Pull& p, int32_t rank, int32_t route) {
+  const int32_t token = route / static_cast<int32_t>(p.top_k);
+  return reinterpret_cast<const uint4*>(p.heaps[rank] + p.heap->x_in.offset) +
+         token * (p.hidden / 8);
+}
+
+// A quarter's rows to neighbouring places by the whole warp, all rows at once: one of 4 KB has only
+// eight chunks per lane. `source` of a row that is not there is null.
+__device__ __forceinline__ void copy_quarter(const uint4* const (&source)[kQuarterRows], uint4* to,
+                                             int32_t num_chunks, int32_t lane_idx) {
+#pragma unroll 1
+  for (int32_t base = lane_idx; base < num_chunks; base += 32 * kChunksPerRow) {
+    uint4 chunk[kQuarterRows][kChunksPerRow];
+#pragma unroll
+    for (int r = 0; r < kQuarterRows; ++r) {
+#pragma unroll
+      for (int k = 0; k < kChunksPerRow; ++k) {
+        chunk[r][k] =
+            {};  // else a predicated load keeps the old value alive through the loop: spills
+        if (base + k * 32 < num_chunks && source[r] != nullptr) {
+          chunk[r][k] = __ldcg(source[r] + base + k * 32);
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kQuarterRows; ++r) {
+#pragma unroll
+      for (int k = 0; k < kChunksPerRow; ++k) {
+        if (base + k * 32 < num_chunks && source[r] != nullptr) {
+          to[r * num_chunks + base + k * 32] = chunk[r][k];
+        }
+      }
+    }
+  }
+}
+
+// This lane's copy of what a quarter needs once its look-up slot is used for the next one.
+struct Quarter {
+  int32_t block, begin, num_rows;
+  const uint4* source;  // of row lane, or null
+};
+
+// Takes the origins that look_up() has brought, writes them down and leaves the slot free.
+__device__ __forceinline__ Quarter take(const Pull& p, const PullRows& slot, int32_t lane_idx) {
+  __pipeline_wait_prior(0);
+  __syncwarp();  // what the other lanes looked up
+  Quarter q{slot.block, slot.begin, slot.num_rows, nullptr};
+  if (lane_idx < q.num_rows) {
+    const int64_t row =
+        p.table->routed_idx(BlockId{q.block}) * pipeline::kBlockRows + q.begin + lane_idx;
+    p.origins[row] = {slot.rank[lane_idx], slot.route[lane_idx], slot.weight[lane_idx]};
+    q.source = source_of(p, slot.rank[lane_idx], slot.route[lane_idx]);
+  }
+  __syncwarp();  // all have read the slot
+  return q;
+}
+
+__device__ __forceinline__ void copy_rows(const Pull& p, const Quarter& q, int32_t lane_idx) {
+  const int64_t routed = p.table->routed_idx(BlockId{q.block}), slot = routed % p.x_ring_blocks;
+  const int32_t num_chunks = static_cast<int32_t>(p.hidden / 8);
+  const auto at = [&](bf16* rows, int64_t block) {
+    return reinterpret_cast<uint4*>(rows) + (block * pipeline::kBlockRows + q.begin) * num_chunks;
+  };
+  uint4* to = at(p.x_ring, slot);
+  const uint4* source[kQuarterRows];
+#pragma unroll
+  for (int r = 0; r < kQuarterRows; ++r) {
+    source[r] = reinterpret_cast<const uint4*>(
+        __shfl_sync(~0u, reinterpret_cast<unsigned long long>(q.source), r));
+  }
+  copy_quarter(source, to, num_chunks, lane_idx);
+  if (p.keep_x == nullptr || routed >= p.saved_blocks) return;
+  uint4* keep = at(p.keep_x, routed);
+  __syncwarp();  // the copied rows, to all lanes
+#pragma unroll 1
+  for (int32_t c = lane_idx; c < q.num_rows * num_chunks; c += 32) keep[c] = to[c];
+}
+
+// Role of one warp. `delay` injects faults. Returns when its rows are out, or when a wait gave up.
+template <class Delay>
+__device__ __forceinline__ void pull_rows(const Pull& p, PullRows& slot, int32_t warp_idx,
+                                          int32_t num_warps, const device::WaitLimits& limits,
+                                          uint32_t what, const Delay& delay) {
+  const int32_t lane_idx = threadIdx.x % 32;
+  const int32_t num_quarters =
+      static_cast<int32_t>(pipeline::num_dispatch_units(*p.table) * kQuarters);
+  look_up(p, warp_idx, num_quarters, lane_idx, slot);
+#pragma unroll 1
+  for (int32_t quarter = warp_idx; quarter < num_quarters; quarter += num_warps) {
+    const Quarter q = take(p, slot, lane_idx);
+    look_up(p, quarter + num_warps, num_quarters, lane_idx, slot);
+    if (q.num_rows == 0) continue;
+    delay();
+    // Signalled by FC1: all its tiles of the block that holds the slot have read their rows.
+    const int64_t holder = q.block - p.x_ring_blocks;
+    bool healthy = true;
+    if (holder >= p.table->shared_blocks && lane_idx == 0) {
+      healthy = device::wait_counter(p.fc1_done + holder, static_cast<uint32_t>(p.fc1_tiles),
+                                     limits, what, holder);
+    }
+    if (!__shfl_sync(~0u, healthy, 0)) return;
+    copy_rows(p, q, lane_idx);
+    // This lane's stores, to tensor copies of any SM of this GPU that follow the counter.
+    cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
+    __syncwarp();
+    // The warp's rows and origins, to FC1 and combine of this rank.
+    if (lane_idx == 0) {
+      device::add_release_gpu(
+          p.x_ready + pipeline::minibatch_of(*p.table, BlockId{q.block}, p.minibatch_blocks),
+          static_cast<uint32_t>(q.num_rows));
+    }
+  }
+}
+
+}  // namespace moxie::dispatch
