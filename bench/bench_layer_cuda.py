@@ -116,7 +116,7 @@ class Bound:
         mm(self.hidden, self.weights[2], offs=self.offsets)
 
 
-def bench_shape(shape, library, clock_library, args, common):
+def bench_shape(shape, library, clock_library, args):
     devices = args.devices
     H, I, E, K, T = sizes(shape, devices)
     torch.cuda.set_device(devices[0])
@@ -153,7 +153,7 @@ def bench_shape(shape, library, clock_library, args, common):
            "n": len(samples), "ratio": median("moxie", mode, 0) / median("bound", mode, 0), "mode": mode,
            "sustained_ratio": median("moxie", "sustained", 0) / median("bound", "sustained", 0) if "sustained" in args.modes else None,
            "sm_clock_mhz": median("moxie", mode, 1), "bound_clock_mhz": median("bound", mode, 1), "max_rel_l2": error, "launches": None,
-           "rows": bound.rows, "plan": layer.plan, "samples": {f"{n} {m}": s for (n, m), s in times.items()}, **common}
+           "rows": bound.rows, "plan": layer.plan, "samples": {f"{n} {m}": s for (n, m), s in times.items()}}
     tflops = 6.0 * bound.rows * H * I / 1e9
     sustained_text = f"  sustained {row['sustained_ratio']:.3f}" if row["sustained_ratio"] else ""
     print(f"{shape:13s} ranks {len(devices)}  moxie {row['moxie_ms']:7.3f} ms {tflops / row['moxie_ms']:4.0f} TF {row['sm_clock_mhz']:5.0f} MHz  "
@@ -194,11 +194,11 @@ def main():
     clock_library = ctypes.CDLL(os.path.join(os.path.dirname(args.library), "libbench_grouped_gemm.so"))
     rows = []
     for shape in args.shapes:
-        rows.append(bench_shape(shape, library, clock_library, args, common))
+        rows.append(bench_shape(shape, library, clock_library, args))
         torch.cuda.empty_cache()
         if args.json:
             with open(args.json, "w") as file:
-                json.dump({"rows": rows}, file, indent=1)
+                json.dump({**common, "rows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,9 @@ std::vector<Finding> examine() {
     findings.back() = {"CPU backend", false, error.what(), "nothing runs"};
   }
   findings.push_back(
-      {"CUDA backend", false, "not in this build", "`moxie run --backend cuda` is refused"});
+      {"CUDA backend", false,
+       "not in this command: a library built with MOXIE_CUDA has World::cuda, forward only",
+       "`moxie run --backend cuda` is refused"});
   const std::int64_t gpus = num_nvidia_gpus();
   findings.push_back({"CUDA GPUs", gpus > 0, gpus > 0 ? std::to_string(gpus) : "none",
                       gpus > 0 ? "" : "the GPU tests are skipped"});

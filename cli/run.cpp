@@ -73,7 +73,8 @@ int run(RunOptions options, const std::vector<std::string>& command) {
     options.check = true;
     options.trace = kDefaultTrace;
   }
-  if (options.backend == "cuda") throw Failure("this build has no CUDA backend; use --backend cpu");
+  if (options.backend == "cuda")
+    throw Failure("`moxie run` drives no CUDA backend yet (World::cuda does); use --backend cpu");
   RunReport report;
   report.command = command;
   report.setup = setup_of(options);
