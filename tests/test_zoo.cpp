@@ -82,6 +82,28 @@ TEST(ZooCounts, CapacityDoesNotChangeTheBits) {
   EXPECT_TRUE(same_bits(outs[0], outs[1]));
 }
 
+// 5,000 passes in which no rank waits for another between two of them, random delays in all of
+// them.
+TEST(ZooEpochs, FiveThousandPassesBackToBack) {
+  const Problem p = small_problem(4, 8, 1);
+  const LayerCase c({p, {2, 3, 0, 1}, Routing::uniform}, test_seed());
+  WorldOptions options = world_options(4);
+  options.gemm = HostGemm::plain;
+  World world = make_world(options);
+  Layer layer(world, p);
+  const PassOutputs want = run_pass(layer, c);
+  FaultInjection faults;
+  faults.poison_workspace = true;
+  faults.shuffle_seed = test_seed() + 1;
+  faults.max_delay_us = 50;
+  faults.back_to_back = static_cast<std::int32_t>(num_passes(5000));
+  world.set_faults(faults);
+  PassOutputs got(c);
+  Context context = layer.make_context();
+  layer.forward(c.forward_inputs(), got.forward(), context);
+  for (std::size_t r = 0; r < 4; ++r) EXPECT_TRUE(same_bits("y", want.ranks[r].y, got.ranks[r].y));
+}
+
 TEST(ZooEpochs, ALaggingRankIsNotLapped) {
   // Two inputs in turn, one rank always late: a flag left over from the pass before would let a
   // peer read old rows.
