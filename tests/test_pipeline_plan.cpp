@@ -52,7 +52,8 @@ TEST(PipelinePlan, RefusalsNameOptionValueRuleAndNearest) {
             "plan.x_ring_blocks is 3, must be between 8 and 67 (band_blocks + minibatch_blocks - 1 "
             "up to the capacity in blocks, "
             "or a wait could be for a later ticket); nearest legal value 8");
-  EXPECT_NE(sentence(p, {.hidden_ring_blocks = 5}).find("slabs order keeps hidden of all blocks"),
+  EXPECT_NE(sentence(p, {.hidden_ring_blocks = 5})
+                .find("slabs order holds the FC1 output of every block"),
             std::string::npos);
   EXPECT_NE(sentence(p, {.order = TaskOrder::lag, .hidden_ring_blocks = 23})
                 .find("nearest legal value 24"),

@@ -129,7 +129,7 @@ void check(const Problem& problem, const Plan& p) {
   check_between("hidden_ring_blocks", p.hidden_ring_blocks,
                 min_hidden_ring_blocks(p.order, p.band_blocks, p.lag_bands, routed), routed,
                 p.order == TaskOrder::slabs
-                    ? "slabs order keeps hidden of all blocks; order lag needs fewer"
+                    ? "slabs order holds the FC1 output of every block; order lag needs fewer"
                     : "(lag_bands + 1) * band_blocks up to the capacity in blocks");
   check_between(
       "backward_ring_blocks", p.backward_ring_blocks,
