@@ -227,6 +227,18 @@ def bench_shape(name, libraries, args, common):
     return results
 
 
+def run_record(args):
+    """What every result file says of its run: commit, argv, machine, seed."""
+    commit = args.commit
+    if commit is None:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+        commit = git.stdout.strip() if git.returncode == 0 else None
+    machine = {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(),
+               "sms": torch.cuda.get_device_properties(0).multi_processor_count,
+               "torch": torch.__version__, "cuda": torch.version.cuda, "cpu": platform.machine()}
+    return {"commit": commit, "argv": sys.argv, "machine": machine, "seed": args.seed}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--library", required=True, nargs="+", help="path, or label=path for several")
@@ -246,13 +258,7 @@ def main():
     for item in args.library:
         label, _, path = item.rpartition("=")
         libraries.append((label and label + "-", ctypes.CDLL(path)))
-    commit = args.commit
-    if commit is None:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-        commit = git.stdout.strip() if git.returncode == 0 else None
-    machine = {"gpu": torch.cuda.get_device_name(), "sms": torch.cuda.get_device_properties(0).multi_processor_count,
-               "torch": torch.__version__, "cuda": torch.version.cuda, "cpu": platform.machine()}
-    common = {"commit": commit, "argv": sys.argv, "machine": machine, "seed": args.seed}
+    common = run_record(args)
     results = []
     for name in args.shapes:
         results += bench_shape(name, libraries, args, common)

@@ -10,14 +10,11 @@ import argparse
 import ctypes
 import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
 
 import torch
 
-from bench_grouped_gemm import SHAPES, Clock, burst, quantile, sustained, window
+from bench_grouped_gemm import SHAPES, Clock, burst, quantile, run_record, sustained, window
 
 
 class LayerSpec(ctypes.Structure):
@@ -183,13 +180,7 @@ def main():
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no GPU: nothing was measured")
-    commit = args.commit
-    if commit is None:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-        commit = git.stdout.strip() if git.returncode == 0 else None
-    machine = {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "torch": torch.__version__,
-               "cuda": torch.version.cuda, "cpu": platform.machine()}
-    common = {"commit": commit, "argv": sys.argv, "machine": machine, "seed": args.seed}
+    common = run_record(args)
     library = ctypes.CDLL(args.library)
     clock_library = ctypes.CDLL(os.path.join(os.path.dirname(args.library), "libbench_grouped_gemm.so"))
     rows = []

@@ -126,7 +126,7 @@ class World {
   // Waits for the passes enqueued and throws the Error of the last one. CPU passes have thrown
   // theirs already.
   void synchronize();
-  std::string describe_gemm() const;  // "oneDNN 2.6.3, row quantum 16", "plain loops"
+  std::string describe_gemm() const;  // "oneDNN 2.6.3, rows padded to 16", "plain loops"
   Backend& backend() { return *backend_; }
 
  private:

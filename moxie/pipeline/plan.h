@@ -43,8 +43,8 @@ struct Plan {
   std::int32_t lag_chunks = 1;  // backward: chunks by which dgrad runs ahead of dX and wgrad
   std::int64_t backward_ring_blocks = 0;  // backward slots; 0: all the capacity
   SavePolicy save = SavePolicy::z;
-  std::int64_t saved_rows = -1;      // -1: all the capacity; whole blocks are saved
-  std::int32_t comm_workers = 1;     // per rank, >= 1
+  std::int64_t saved_rows = -1;   // -1: all the capacity; whole blocks are saved
+  std::int32_t comm_workers = 1;  // per rank, >= 1; CPU only: a CUDA world uses every CTA for both
   std::int32_t compute_workers = 1;  // per rank, >= 1
   friend bool operator==(const Plan&, const Plan&) = default;
 };
