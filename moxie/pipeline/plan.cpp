@@ -18,6 +18,10 @@ const char* name(ExecMode mode) { return mode == ExecMode::fused ? "fused" : "sp
 const char* name(SavePolicy save) {
   return save == SavePolicy::none ? "none" : save == SavePolicy::z ? "z" : "z+x";
 }
+const char* name(DispatchMode dispatch) { return dispatch == DispatchMode::pull ? "pull" : "push"; }
+const char* name(CombineMode combine) {
+  return combine == CombineMode::epilogue ? "epilogue" : "comm_workers";
+}
 
 std::string to_string(const Plan& p) {
   std::string text = fmt::format("{} {}", name(p.mode), name(p.order));

@@ -23,13 +23,25 @@ enum class SavePolicy : std::int32_t {
   z,        // keep z = [gate, up] of the first saved_rows rows
   z_and_x,  // keep x rows too, so that backward does not pull them again
 };
+enum class DispatchMode : std::int32_t {
+  pull,  // the expert's rank reads rows from their home ranks
+  push,  // home ranks write rows into the expert's rank; it waits for all of them
+};
+enum class CombineMode : std::int32_t {
+  epilogue,      // FC2 tiles write their row pieces home
+  comm_workers,  // FC2 tiles are stored locally; communication workers carry them home
+};
 const char* name(TaskOrder order);
 const char* name(ExecMode mode);
 const char* name(SavePolicy save);
+const char* name(DispatchMode dispatch);
+const char* name(CombineMode combine);
 
 struct Plan {
   ExecMode mode = ExecMode::fused;
   TaskOrder order = TaskOrder::slabs;
+  DispatchMode dispatch = DispatchMode::pull;
+  CombineMode combine = CombineMode::epilogue;
   std::int32_t num_slabs =
       4;  // FC2 column slabs (1 in lag order is fine too); clipped to the FC2 tiles
   std::int32_t band_blocks = 8;       // blocks that share a raster band
