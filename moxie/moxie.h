@@ -69,7 +69,7 @@ struct BackwardOutput {
   WeightGrads grads = {};
 };
 
-// Faults a test can inject into the CPU backend. The defaults inject nothing.
+// Faults a test can inject. The defaults inject nothing.
 struct FaultInjection {
   std::uint64_t shuffle_seed =
       0;  // != 0: seeded random yields and delays before every protocol step
@@ -82,6 +82,10 @@ struct FaultInjection {
   std::int32_t kill_worker = 0;
   std::int32_t kill_after_steps = 0;  // ... after so many protocol steps
   std::int32_t back_to_back = 1;  // CPU: passes per call; no rank waits for another between them
+  bool keep_schedule =
+      false;  // CUDA, to measure what it saves: nothing is staged, sorted or agreed on, the tables
+              // of the layer's last pass hold. Right only if every rank's inputs are those of then
+  bool skip_merge = false;  // CUDA, to measure what it costs: y is not written
 };
 
 struct WorldOptions {
