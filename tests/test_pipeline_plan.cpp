@@ -69,6 +69,23 @@ TEST(PipelinePlan, RefusalsNameOptionValueRuleAndNearest) {
             std::string::npos);
 }
 
+// A row's place in a pass has 32 bits on a GPU.
+TEST(PipelinePlan, AtMost2To24BlocksPerPass) {
+  Problem p = legal();
+  p.num_ranks = 64;
+  p.num_experts = 64;
+  p.max_tokens = 1 << 23;
+  p.top_k = 5;
+  p.hidden = p.intermediate = 64;
+  p.shared.intermediate = 64;
+  const std::int64_t shared_blocks = num_blocks(p.max_tokens), limit = (1 << 24) - shared_blocks;
+  EXPECT_EQ(sentence(p, {.capacity_rows = limit * kBlockRows}), "");
+  EXPECT_EQ(sentence(p, {.capacity_rows = (limit + 1) * kBlockRows}),
+            "plan.capacity_rows 2139095168 makes up to 16777217 blocks per pass, must be at most "
+            "16777216 (a row's place in a pass has 32 bits); nearest legal capacity_rows "
+            "2139095040");
+}
+
 // The bound is compared with the worst routing found by brute force.
 TEST(PipelinePlan, WorstCaseBlocksIsReachedAndNeverExceeded) {
   for (std::int64_t experts = 1; experts <= 4; ++experts) {

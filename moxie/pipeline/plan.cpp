@@ -114,6 +114,13 @@ void check(const Problem& problem, const Plan& p) {
   check_between("saved_rows", p.saved_rows, 0, p.capacity_rows, "at most the capacity");
 
   const std::int64_t routed = p.capacity_rows / kBlockRows, blocks = all_blocks(problem, p);
+  if (blocks > kMaxPassBlocks) {
+    fail(
+        fmt::format("plan.capacity_rows {} makes up to {} blocks per pass, must be at most {} (a "
+                    "row's place in a pass has 32 bits); nearest legal capacity_rows {}",
+                    p.capacity_rows, blocks, kMaxPassBlocks,
+                    std::max<std::int64_t>(kMaxPassBlocks - (blocks - routed), 1) * kBlockRows));
+  }
   // Tickets are claimed from 32-bit counters. The most numerous stream is the backward one.
   const std::int64_t wide = extents(problem, p).wide_intermediate;
   const std::int64_t tickets =

@@ -64,6 +64,8 @@ std::string to_string(const Plan& plan);
 
 namespace pipeline {
 
+inline constexpr std::int64_t kMaxPassBlocks = 1 << 24;  // shared and routed
+
 // The most padded blocks of routed rows a rank can receive: every route of every rank to its
 // experts, each expert ending in a block of its own. Worst case, hence "proven".
 std::int64_t worst_case_blocks(const Problem& problem);
