@@ -177,6 +177,14 @@ class Layer {
   void backward(const Context& context, std::span<const BackwardInput> inputs,
                 std::span<const BackwardOutput> outputs, trace::Trace* trace = nullptr);
 
+  // [T_max, H] of the rank's heap, where a pass puts x for its peers to read. A pass whose input.x
+  // points there (T rows from its beginning, forward or backward) makes no copy and leaves them as
+  // they are; a pass of this layer with another x, or any pass of another layer of the world,
+  // overwrites them. It moves when a layer that needs a larger heap (larger H, T_max, K or E) is
+  // made in the same world, and only then: ask again. CUDA: device memory of the rank's GPU, to be
+  // written in stream order.
+  TensorView input_buffer(std::int64_t rank) const;
+
   Context make_context() const;
   std::vector<BufferBytes> memory() const;
 

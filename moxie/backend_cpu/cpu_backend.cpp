@@ -107,6 +107,7 @@ template <class T>
 void poison_inputs(const RankPass<T>& r) {
   const pipeline::HeapLayout& h = r.shape.heap;
   for (const pipeline::Region& region : {h.x_in, h.dy_in, h.routes_sorted, h.weights_sorted}) {
+    if (region.offset == h.x_in.offset && r.x_in_place()) continue;  // the caller's, not staged
     std::memset(r.template heap<std::byte>(region), 0xFF,
                 static_cast<std::size_t>(region.num_bytes));
   }
@@ -134,6 +135,7 @@ class CpuLayer final : public BackendLayer {
                ContextState* context, trace::Trace* trace) override;
   void backward(const ContextState& context, std::span<const BackwardInput> inputs,
                 std::span<const BackwardOutput> outputs, trace::Trace* trace) override;
+  std::byte* input_buffer(std::int64_t rank) const override;
 
  private:
   std::int64_t workers_per_rank() const {
@@ -146,7 +148,7 @@ class CpuLayer final : public BackendLayer {
   void run(Direction direction, const std::function<void(RankPass<T>&)>& bind, trace::Trace* trace);
   template <class T>
   void throw_if_failed(const std::vector<RankRun<T>>& runs);
-  void poison(CpuContext* fill);
+  void poison(CpuContext* fill, const std::function<const void*(std::size_t)>& x);
   void clear_counters();
 
   CpuBackend& backend_;
@@ -226,22 +228,22 @@ CpuLayer::CpuLayer(CpuBackend& backend, const Problem& problem, const Plan& plan
   }
 }
 
+std::byte* CpuLayer::input_buffer(std::int64_t rank) const {
+  return backend_.peers().at<std::byte>(RankId{rank}, shape_.heap.x_in.offset);
+}
+
 std::unique_ptr<ContextState> CpuLayer::make_context() {
   auto context = std::make_unique<CpuContext>();
   const Problem& p = shape_.problem;
-  const std::int64_t elem = size_bytes(p.dtype), rows = shape_.saved_blocks * pipeline::kBlockRows;
-  const std::int64_t z = rows * 2 * p.intermediate * elem,
-                     x = shape_.saves_x ? rows * p.hidden * elem : 0;
-  const std::int64_t shared_z =
-      shape_.saves_z ? p.max_tokens * 2 * p.shared.intermediate * elem : 0;
+  const pipeline::ContextBytes bytes = pipeline::context_bytes(p, shape_.plan);
   for (std::int64_t r = 0; r < p.num_ranks; ++r) {
     RankContext rank;
     rank.ids.resize(static_cast<std::size_t>(p.max_tokens * p.top_k));
     rank.weights.resize(rank.ids.size());
-    rank.z = transport::allocate_bytes(z);
-    rank.x = transport::allocate_bytes(x);
-    rank.shared_z = transport::allocate_bytes(shared_z);
-    context->num_bytes += z + x + shared_z + p.max_tokens * p.top_k * 8;
+    rank.z = transport::allocate_bytes(bytes.z);
+    rank.x = transport::allocate_bytes(bytes.x);
+    rank.shared_z = transport::allocate_bytes(bytes.shared_z);
+    context->num_bytes += bytes.total();
     context->ranks.push_back(std::move(rank));
   }
   return context;
@@ -258,28 +260,26 @@ void CpuLayer::clear_counters() {
 }
 
 // Fault injection: every byte that a pass must write before it reads becomes 0xFF, a NaN in either
-// storage type.
-void CpuLayer::poison(CpuContext* fill) {
-  for (std::int64_t r = 0; r < shape_.problem.num_ranks; ++r) {
-    std::memset(backend_.peers().at<std::byte>(RankId{r}, shape_.heap.signals_bytes), 0xFF,
-                static_cast<std::size_t>(shape_.heap.num_bytes - shape_.heap.signals_bytes));
-    std::byte* workspace = workspaces_[static_cast<std::size_t>(r)].get();
-    std::memset(workspace, 0xFF, static_cast<std::size_t>(shape_.workspace.pass_count.offset));
-    std::memset(
-        workspace + shape_.workspace.tables_bytes, 0xFF,
-        static_cast<std::size_t>(shape_.workspace.num_bytes - shape_.workspace.tables_bytes));
+// storage type. x[r] is rank r's input.
+void CpuLayer::poison(CpuContext* fill, const std::function<const void*(std::size_t)>& x) {
+  const auto spoil = [](std::byte* data, std::int64_t num_bytes) {
+    std::memset(data, 0xFF, static_cast<std::size_t>(num_bytes));
+  };
+  const pipeline::ContextBytes saved = pipeline::context_bytes(shape_.problem, shape_.plan);
+  for (std::size_t r = 0; r < workspaces_.size(); ++r) {
+    const RankId rank{static_cast<std::int64_t>(r)};
+    const bool x_in_place = x(r) == input_buffer(rank.v);
+    for (const pipeline::Region& region : pipeline::poisoned_heap(shape_.heap, x_in_place))
+      spoil(backend_.peers().at<std::byte>(rank, region.offset), region.num_bytes);
+    for (const pipeline::Region& region : pipeline::poisoned_workspace(shape_.workspace))
+      spoil(workspaces_[r].get() + region.offset, region.num_bytes);
     if (fill == nullptr) continue;
-    RankContext& c = fill->ranks[static_cast<std::size_t>(r)];
-    const std::int64_t elem = size_bytes(shape_.problem.dtype),
-                       rows = shape_.saved_blocks * pipeline::kBlockRows;
-    std::memset(c.z.get(), 0xFF,
-                static_cast<std::size_t>(rows * 2 * shape_.problem.intermediate * elem));
-    if (shape_.saves_x)
-      std::memset(c.x.get(), 0xFF, static_cast<std::size_t>(rows * shape_.problem.hidden * elem));
+    const RankContext& c = fill->ranks[r];
+    spoil(c.z.get(), saved.z);
+    spoil(c.x.get(), saved.x);
+    spoil(c.shared_z.get(), saved.shared_z);
   }
-  std::memset(
-      scratch_.get(), 0xFF,
-      static_cast<std::size_t>(shape_.problem.num_ranks * workers_per_rank() * scratch_bytes_));
+  spoil(scratch_.get(), shape_.problem.num_ranks * workers_per_rank() * scratch_bytes_);
 }
 
 template <class T>
@@ -425,7 +425,8 @@ struct BackwardBind {
 void CpuLayer::forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
                        ContextState* context, trace::Trace* trace) {
   auto* fill = static_cast<CpuContext*>(context);
-  if (backend_.options().faults.poison_workspace) poison(fill);
+  if (backend_.options().faults.poison_workspace)
+    poison(fill, [&](std::size_t r) { return inputs[r].x.data; });
   if (shape_.problem.dtype == DType::f32)
     run<float>(Direction::forward, ForwardBind<float>{inputs, outputs, fill}, trace);
   else
@@ -435,7 +436,8 @@ void CpuLayer::forward(std::span<const ForwardInput> inputs, std::span<const For
 void CpuLayer::backward(const ContextState& context, std::span<const BackwardInput> inputs,
                         std::span<const BackwardOutput> outputs, trace::Trace* trace) {
   const auto* saved = static_cast<const CpuContext*>(&context);
-  if (backend_.options().faults.poison_workspace) poison(nullptr);
+  if (backend_.options().faults.poison_workspace)
+    poison(nullptr, [&](std::size_t r) { return inputs[r].x.data; });
   if (shape_.problem.dtype == DType::f32)
     run<float>(Direction::backward, BackwardBind<float>{inputs, outputs, saved}, trace);
   else

@@ -93,6 +93,14 @@ struct RankPass {
   std::int64_t num_slabs() const {
     return direction == Direction::forward ? shape.plan.num_slabs : 1;
   }
+  // The options are about the forward pass; backward always pulls and pushes from the epilogue.
+  DispatchMode dispatch() const {
+    return direction == Direction::forward ? shape.plan.dispatch : DispatchMode::pull;
+  }
+  CombineMode combine() const {
+    return direction == Direction::forward ? shape.plan.combine : CombineMode::epilogue;
+  }
+  bool x_in_place() const { return x == heap<T>(shape.heap.x_in); }
 
   template <class U>
   U* ws(const pipeline::Region& region) const {

@@ -81,7 +81,7 @@ void stage(Worker<T>& w) {
     while (const auto unit = w.claim(c.stage_unit, ceil_div(r.num_tokens, pipeline::kTokenUnit))) {
       const Range tokens = pipeline::tile_range(*unit, pipeline::kTokenUnit, r.num_tokens);
       const std::int64_t at = tokens.begin * h, count = tokens.size() * h;
-      std::copy_n(r.x + at, count, r.template heap<T>(r.shape.heap.x_in) + at);
+      if (!r.x_in_place()) std::copy_n(r.x + at, count, r.template heap<T>(r.shape.heap.x_in) + at);
       if (r.direction == Direction::backward)
         std::copy_n(r.dy + at, count, r.template heap<T>(r.shape.heap.dy_in) + at);
       if (r.problem().shared.intermediate > 0) stage_shared_weights(r, tokens);

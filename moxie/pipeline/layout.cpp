@@ -1,7 +1,18 @@
-// The memory table: every region of heap and workspace with its bytes.
+// Lists made of the layouts: every buffer with its bytes, and what fault injection may spoil.
 #include "moxie/pipeline/layout.h"
 
 namespace moxie::pipeline {
+
+std::vector<Region> poisoned_heap(const HeapLayout& heap, bool x_in_place) {
+  const std::int64_t after_x = heap.x_in.offset + heap.x_in.num_bytes;
+  if (!x_in_place) return {{heap.signals_bytes, heap.num_bytes - heap.signals_bytes}};
+  return {{heap.signals_bytes, heap.x_in.offset - heap.signals_bytes},
+          {after_x, heap.num_bytes - after_x}};
+}
+
+std::vector<Region> poisoned_workspace(const WorkspaceLayout& w) {
+  return {{0, w.pass_count.offset}, {w.tables_bytes, w.num_bytes - w.tables_bytes}};
+}
 
 std::vector<NamedBytes> buffer_bytes(const Problem& problem, const Plan& plan) {
   const HeapLayout h = heap_layout(problem);

@@ -225,6 +225,32 @@ MOXIE_HD constexpr WorkspaceLayout workspace_layout(const Problem& p, const Plan
   return l;
 }
 
+// What a context keeps of one rank, next to i32 ids and f32 weights [T_max * K].
+struct ContextBytes {
+  std::int64_t routes = 0;    // ids and weights
+  std::int64_t z = 0;         // dtype [saved blocks * 128, 2 I]
+  std::int64_t x = 0;         // dtype [saved blocks * 128, H]   SavePolicy::z_and_x
+  std::int64_t shared_z = 0;  // dtype [T_max, 2 I_s]
+  constexpr std::int64_t total() const { return routes + z + x + shared_z; }
+};
+MOXIE_HD constexpr std::int64_t saved_blocks(const Plan& plan) {
+  return plan.save == SavePolicy::none ? 0 : plan.saved_rows / kBlockRows;
+}
+constexpr ContextBytes context_bytes(const Problem& p, const Plan& plan) {
+  const std::int64_t elem = size_bytes(p.dtype), rows = saved_blocks(plan) * kBlockRows;
+  ContextBytes c;
+  c.routes = p.max_tokens * p.top_k * 8;
+  c.z = rows * 2 * p.intermediate * elem;
+  if (plan.save == SavePolicy::z_and_x) c.x = rows * p.hidden * elem;
+  if (plan.save != SavePolicy::none) c.shared_z = p.max_tokens * 2 * p.shared.intermediate * elem;
+  return c;
+}
+
+// What a pass writes before it reads it: fault injection fills these with 0xFF. Signals, counters
+// and the pass count live on from pass to pass; so does x where the caller wrote it in place.
+std::vector<Region> poisoned_heap(const HeapLayout& heap, bool x_in_place);
+std::vector<Region> poisoned_workspace(const WorkspaceLayout& workspace);
+
 // Every buffer of one rank with its bytes, heap first; the closed form behind `Layer::memory()`.
 struct NamedBytes {
   const char* name;
