@@ -196,7 +196,8 @@ std::string plan_words(const Plan& p) {
                     ", band {}, minibatch {}, rings x {} hidden {} backward {}, save {}, {} comm + "
                     "{} compute per rank",
                     p.band_blocks, p.minibatch_blocks, p.x_ring_blocks, p.hidden_ring_blocks,
-                    p.backward_ring_blocks, name(p.save), p.comm_workers, p.compute_workers);
+                    p.backward_ring_blocks, name(p.save), std::max(p.comm_workers, 1),
+                    p.compute_workers);
 }
 
 std::string to_table(const RunReport& report) {

@@ -153,7 +153,8 @@ void add_plan(CLI::App& app, RunOptions& o) {
   group(add_integer(app, "--saved-rows", p.saved_rows, Range{-1},
                     "rows it is kept for, -1: all [-1]"));
   group(add_integer(app, "--comm-workers", p.comm_workers, kInt32,
-                    "communication workers per rank [1]"));
+                    "communication workers per rank, 0: one thread; on a GPU the spare warps of "
+                    "every CTA [0]"));
   group(add_integer(app, "--compute-workers", p.compute_workers, kInt32,
                     "compute workers per rank [1]"));
 }

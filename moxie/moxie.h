@@ -164,7 +164,7 @@ class Layer {
   ~Layer();
 
   const Problem& problem() const;
-  const Plan& plan() const;  // resolved: no zeros left
+  const Plan& plan() const;  // resolved: no zeros left but that of comm_workers
 
   // One entry per rank of the world. `trace`, when given, receives the timeline of this pass.
   Context forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,

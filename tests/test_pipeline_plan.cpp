@@ -63,7 +63,8 @@ TEST(PipelinePlan, RefusalsNameOptionValueRuleAndNearest) {
             std::string::npos);
   EXPECT_NE(sentence(p, {.capacity_rows = 130}).find("nearest legal value 256"), std::string::npos);
   EXPECT_NE(sentence(p, {.num_slabs = 0}).find("plan.num_slabs is 0"), std::string::npos);
-  EXPECT_NE(sentence(p, {.comm_workers = 0}).find("nearest legal value 1"), std::string::npos);
+  EXPECT_EQ(sentence(p, {.comm_workers = 0}), "");
+  EXPECT_NE(sentence(p, {.comm_workers = -1}).find("nearest legal value 0"), std::string::npos);
   EXPECT_NE(sentence(p, {.saved_rows = 1 << 30}).find("plan.saved_rows"), std::string::npos);
   EXPECT_NE(sentence(p, {.mode = ExecMode::split, .x_ring_blocks = 10}).find("split mode"),
             std::string::npos);

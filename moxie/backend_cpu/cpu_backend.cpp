@@ -28,7 +28,7 @@ void end_phase(Worker<T>& w, std::int64_t phase) {
   RankPass<T>& r = w.rank();
   const std::int64_t word = r.shape.counters.phase + phase;
   w.add(word, 1);
-  w.wait_counter(word, r.plan().comm_workers + r.plan().compute_workers, WaitFor::phase, phase);
+  w.wait_counter(word, r.shape.comm_workers + r.plan().compute_workers, WaitFor::phase, phase);
 }
 
 template <class T>
@@ -139,7 +139,7 @@ class CpuLayer final : public BackendLayer {
 
  private:
   std::int64_t workers_per_rank() const {
-    return shape_.plan.comm_workers + shape_.plan.compute_workers;
+    return shape_.comm_workers + shape_.plan.compute_workers;
   }
   std::byte* scratch(std::int64_t rank, std::int64_t worker) const {
     return scratch_.get() + (rank * workers_per_rank() + worker) * scratch_bytes_;
@@ -214,7 +214,8 @@ LayerShape make_shape(const Problem& problem, const Plan& plan) {
   s.counters = pipeline::counter_layout(s.extents);
   s.saves_z = plan.save != SavePolicy::none;
   s.saves_x = plan.save == SavePolicy::z_and_x;
-  s.saved_blocks = s.saves_z ? plan.saved_rows / pipeline::kBlockRows : 0;
+  s.saved_blocks = pipeline::saved_blocks(plan);
+  s.comm_workers = std::max(plan.comm_workers, 1);
   return s;
 }
 
@@ -363,9 +364,9 @@ void CpuLayer::run(Direction direction, const std::function<void(RankPass<T>&)>&
     std::vector<std::jthread> threads;
     for (std::size_t i = 0; i < runs.size(); ++i) {
       for (std::size_t k = 0; k < workers; ++k) {
-        const bool comm = k < static_cast<std::size_t>(plan.comm_workers);
-        const auto idx =
-            static_cast<std::int32_t>(comm ? k : k - static_cast<std::size_t>(plan.comm_workers));
+        const auto comm_workers = static_cast<std::size_t>(shape_.comm_workers);
+        const bool comm = k < comm_workers;
+        const auto idx = static_cast<std::int32_t>(comm ? k : k - comm_workers);
         threads.emplace_back(run_passes<T>, std::cref(runs[i]), comm ? Role::comm : Role::compute,
                              idx,
                              scratch(static_cast<std::int64_t>(i), static_cast<std::int64_t>(k)),
@@ -375,7 +376,7 @@ void CpuLayer::run(Direction direction, const std::function<void(RankPass<T>&)>&
   }
   if (trace != nullptr) {
     trace->num_ranks = static_cast<std::int32_t>(p.num_ranks);
-    trace->comm_workers = plan.comm_workers;
+    trace->comm_workers = shape_.comm_workers;
     trace->compute_workers = plan.compute_workers;
     trace->title =
         fmt::format("{}, {} ranks, {} {}", direction == Direction::forward ? "forward" : "backward",

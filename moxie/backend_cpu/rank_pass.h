@@ -41,6 +41,7 @@ struct LayerShape {
   pipeline::CounterLayout counters;
   std::int64_t saved_blocks = 0;  // routed blocks whose z (and x) a context keeps
   bool saves_z = false, saves_x = false;
+  std::int32_t comm_workers = 1;  // threads of a rank; plan.comm_workers 0 means one
 };
 
 // First wait that expired on this rank, and the flag that makes all its other waits give up.
