@@ -56,7 +56,11 @@ void run_split(Worker<T>& w) {
     compute_tiles(w, end);
     end_phase(w, phase++);
   }
-  merge_returns(w);
+  if (r.combine() == CombineMode::comm_workers) {
+    for (std::int64_t s = 0; s < r.num_slabs(); ++s) combine_slab(w, s);
+    end_phase(w, phase++);
+  }
+  merge_slabs(w, r.num_slabs());
   finish_pass(w);
   close_pass(w);
 }
@@ -71,7 +75,7 @@ void run_fused(Worker<T>& w, Role role) {
     dispatch_rows(w);
   else
     compute_tiles(w, r.num_tickets);
-  merge_returns(w);  // compute workers join when their tickets are out
+  return_rows(w);  // compute workers join when their tickets are out
   finish_pass(w);
   close_pass(w);
 }
@@ -154,6 +158,7 @@ class CpuLayer final : public BackendLayer {
   CpuBackend& backend_;
   LayerShape shape_;
   std::vector<transport::AlignedBytes> workspaces_;  // [R]
+  std::vector<std::byte*> workspace_bases_;          // [R]
   transport::AlignedBytes scratch_;
   std::int64_t scratch_bytes_ = 0;  // per worker
   std::uint64_t generation_ = 0;    // of the world when the counters last started from zero
@@ -226,6 +231,7 @@ CpuLayer::CpuLayer(CpuBackend& backend, const Problem& problem, const Plan& plan
   scratch_ = transport::allocate_bytes(problem.num_ranks * workers_per_rank() * scratch_bytes_);
   for (std::int64_t r = 0; r < problem.num_ranks; ++r) {
     workspaces_.push_back(transport::allocate_bytes(shape_.workspace.num_bytes));
+    workspace_bases_.push_back(workspaces_.back().get());
   }
 }
 
@@ -347,9 +353,9 @@ void CpuLayer::run(Direction direction, const std::function<void(RankPass<T>&)>&
     const RankId me{static_cast<std::int64_t>(i)};
     runs[i].between = std::make_unique<std::barrier<>>(static_cast<std::ptrdiff_t>(workers));
     for (int k = 0; k < num_passes; ++k) {
-      auto r = std::unique_ptr<RankPass<T>>(
-          new RankPass<T>{shape_, direction, me, backend_.peers(), workspaces_[i].get(),
-                          backend_.gemm(), backend_.options().faults, 0, 0, begin});
+      auto r = std::unique_ptr<RankPass<T>>(new RankPass<T>{
+          shape_, direction, me, backend_.peers(), transport::PeerMemory{workspace_bases_},
+          backend_.gemm(), backend_.options().faults, 0, 0, begin});
       r->watch.timeout_s = backend_.options().timeout_s;
       r->epoch =
           *r->template heap<std::uint64_t>(shape_.heap.epoch) + 1 + static_cast<std::uint64_t>(k);
@@ -402,6 +408,7 @@ struct ForwardBind {
     r.weights = &in.weights;
     r.out = outputs[i].y.as<T>();
     r.fill = fill != nullptr ? &fill->ranks[i] : nullptr;
+    if (fill != nullptr) r.all_fill = fill->ranks;
   }
 };
 

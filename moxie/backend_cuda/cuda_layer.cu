@@ -25,6 +25,13 @@ void check_supported(const Problem& p, const Plan& plan) {
                          name(p.dtype)));
   if (plan.mode != ExecMode::fused)
     unavailable("plan.mode split is not available in a CUDA world, must be fused; use World::cpu");
+  if (plan.dispatch != DispatchMode::pull)
+    unavailable(
+        "plan.dispatch push is not available in a CUDA world, must be pull; use World::cpu");
+  if (plan.combine != CombineMode::epilogue)
+    unavailable(
+        "plan.combine comm_workers is not available in a CUDA world, must be epilogue; use "
+        "World::cpu");
   if (p.top_k > merge::kMaxSlots)
     unavailable(sentence("top_k is {}, must be at most {} in a CUDA world; nearest legal value {}",
                          p.top_k, merge::kMaxSlots, merge::kMaxSlots));

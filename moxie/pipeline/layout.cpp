@@ -21,8 +21,8 @@ std::vector<NamedBytes> buffer_bytes(const Problem& problem, const Plan& plan) {
       {"heap.signals", h.signals_bytes},
       {"heap.x_in", h.x_in.num_bytes},
       {"heap.dy_in", h.dy_in.num_bytes},
-      {"heap.routes",
-       h.routes_sorted.num_bytes + h.weights_sorted.num_bytes + h.route_begin.num_bytes},
+      {"heap.routes", h.routes_sorted.num_bytes + h.weights_sorted.num_bytes +
+                          h.route_begin.num_bytes + h.num_tokens.num_bytes},
       {"heap.returns", h.returns.num_bytes},
       {"heap.d_weights", h.d_weights.num_bytes},
       {"workspace.tables", w.tables_bytes},
@@ -30,6 +30,7 @@ std::vector<NamedBytes> buffer_bytes(const Problem& problem, const Plan& plan) {
       {"forward.x_ring", w.x_ring.num_bytes},
       {"forward.hidden_ring", w.hidden_ring.num_bytes},
       {"forward.shared_hidden", w.shared_hidden.num_bytes},
+      {"forward.y", w.y.num_bytes},
       {"backward.dy_ring", w.dy_ring.num_bytes},
       {"backward.x_ring", w.xb_ring.num_bytes},
       {"backward.dgate_dup_wa",

@@ -26,6 +26,8 @@ const char* name(CombineMode combine) {
 std::string to_string(const Plan& p) {
   std::string text = fmt::format("{} {}", name(p.mode), name(p.order));
   if (p.order == TaskOrder::lag) text += fmt::format(" lag={}", p.lag_bands);
+  if (p.dispatch != DispatchMode::pull) text += fmt::format(" dispatch={}", name(p.dispatch));
+  if (p.combine != CombineMode::epilogue) text += fmt::format(" combine={}", name(p.combine));
   return text + fmt::format(
                     " slabs={} band={} minibatch={} capacity={} x_ring={} hidden_ring={} chunk={} "
                     "lag_chunks={} "
