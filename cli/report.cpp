@@ -192,6 +192,8 @@ std::string plan_words(const Plan& p) {
   std::string text = fmt::format("{}, {}", name(p.mode), name(p.order));
   text += p.order == TaskOrder::slabs ? fmt::format(" {}", p.num_slabs)
                                       : fmt::format(" {} bands behind", p.lag_bands);
+  if (p.dispatch == DispatchMode::push) text += ", push dispatch";
+  if (p.combine == CombineMode::comm_workers) text += ", combine by communication workers";
   return text + fmt::format(
                     ", band {}, minibatch {}, rings x {} hidden {} backward {}, save {}, {} comm + "
                     "{} compute per rank",
