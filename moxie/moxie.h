@@ -168,7 +168,7 @@ class Layer {
   ~Layer();
 
   const Problem& problem() const;
-  const Plan& plan() const;  // resolved: no zeros left
+  const Plan& plan() const;  // resolved: no zeros left but that of comm_workers
 
   // One entry per rank of the world. `trace`, when given, receives the timeline of this pass.
   Context forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
@@ -180,6 +180,14 @@ class Layer {
              trace::Trace* trace = nullptr);
   void backward(const Context& context, std::span<const BackwardInput> inputs,
                 std::span<const BackwardOutput> outputs, trace::Trace* trace = nullptr);
+
+  // [T_max, H] of the rank's heap, where a pass puts x for its peers to read. A pass whose input.x
+  // points there (T rows from its beginning, forward or backward) makes no copy and leaves them as
+  // they are; a pass of this layer with another x, or any pass of another layer of the world,
+  // overwrites them. It moves when a layer that needs a larger heap (larger H, T_max, K or E) is
+  // made in the same world, and only then: ask again. CUDA: device memory of the rank's GPU, to be
+  // written in stream order.
+  TensorView input_buffer(std::int64_t rank) const;
 
   Context make_context() const;
   std::vector<BufferBytes> memory() const;

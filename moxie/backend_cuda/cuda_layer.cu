@@ -23,6 +23,13 @@ void check_supported(const Problem& p, const Plan& plan) {
   if (p.dtype != DType::bf16)
     unavailable(sentence("dtype {} is not available in a CUDA world, must be bf16; use World::cpu",
                          name(p.dtype)));
+  if (plan.dispatch != DispatchMode::pull)
+    unavailable(
+        "plan.dispatch push is not available in a CUDA world, must be pull; use World::cpu");
+  if (plan.combine != CombineMode::epilogue)
+    unavailable(
+        "plan.combine comm_workers is not available in a CUDA world, must be epilogue; use "
+        "World::cpu");
   if (p.top_k > merge::kMaxSlots)
     unavailable(sentence("top_k is {}, must be at most {} in a CUDA world; nearest legal value {}",
                          p.top_k, merge::kMaxSlots, merge::kMaxSlots));
@@ -114,8 +121,7 @@ void CudaLayer::fill_common() {
   common_.cuda_workspace = cuda_workspace_layout(problem_, plan_);
   for (std::int64_t r = 0; r < problem_.num_ranks; ++r) common_.heaps[r] = backend_.heap(r);
   common_.proven_blocks = pipeline::worst_case_blocks(problem_);
-  common_.saved_blocks =
-      plan_.save == SavePolicy::none ? 0 : plan_.saved_rows / pipeline::kBlockRows;
+  common_.saved_blocks = pipeline::saved_blocks(plan_);
   common_.abort_flag = backend_.abort_flag();
   common_.expired = backend_.expired();
 }
@@ -248,22 +254,16 @@ void CudaLayer::bind_context(std::int64_t rank, const CudaContext* context) {
 
 std::unique_ptr<ContextState> CudaLayer::make_context() {
   auto context = std::make_unique<CudaContext>();
-  const Problem& p = problem_;
-  const std::int64_t rows = common_.saved_blocks * pipeline::kBlockRows,
-                     routes = p.max_tokens * p.top_k;
-  const std::int64_t z = rows * 2 * p.intermediate * 2,
-                     x = plan_.save == SavePolicy::z_and_x ? rows * p.hidden * 2 : 0;
-  const std::int64_t shared_z =
-      plan_.save != SavePolicy::none ? p.max_tokens * 2 * p.shared.intermediate * 2 : 0;
-  for (std::int64_t r = 0; r < p.num_ranks; ++r) {
+  const pipeline::ContextBytes bytes = pipeline::context_bytes(problem_, plan_);
+  for (std::int64_t r = 0; r < problem_.num_ranks; ++r) {
     const int device = backend_.device_of(r);
     const std::string what = sentence("the context of rank {}", r);
-    context->ranks.push_back({{device, routes * 4, what},
-                              {device, routes * 4, what},
-                              {device, z, what},
-                              {device, x, what},
-                              {device, shared_z, what}});
-    context->num_bytes += z + x + shared_z + routes * 8;
+    context->ranks.push_back({{device, bytes.routes / 2, what},
+                              {device, bytes.routes / 2, what},
+                              {device, bytes.z, what},
+                              {device, bytes.x, what},
+                              {device, bytes.shared_z, what}});
+    context->num_bytes += bytes.total();
   }
   return context;
 }
@@ -289,20 +289,30 @@ void CudaLayer::clear_counters() {
 // Fault injection: every byte that a pass must write before it reads becomes 0xFF, a NaN.
 void CudaLayer::poison(const CudaContext* fill, std::int64_t rank, cudaStream_t stream) const {
   const auto spoil = [&](std::byte* data, std::int64_t num_bytes) {
+    if (data == nullptr) return;
     check_cuda(cudaMemsetAsync(data, 0xFF, static_cast<std::size_t>(num_bytes), stream),
                "poisoning");
   };
   std::byte* workspace = workspaces_[static_cast<std::size_t>(rank)].get();
-  spoil(backend_.heap(rank) + common_.heap.signals_bytes,
-        common_.heap.num_bytes - common_.heap.signals_bytes);
-  spoil(workspace, common_.workspace.pass_count.offset);
-  spoil(workspace + common_.workspace.tables_bytes,
-        common_.cuda_workspace.words.offset - common_.workspace.tables_bytes);
+  const bool x_in_place =
+      ranks_[static_cast<std::size_t>(rank)].x == reinterpret_cast<const bf16*>(input_buffer(rank));
+  for (const pipeline::Region& region : pipeline::poisoned_heap(common_.heap, x_in_place))
+    spoil(backend_.heap(rank) + region.offset, region.num_bytes);
+  for (const pipeline::Region& region : pipeline::poisoned_workspace(common_.workspace))
+    spoil(workspace + region.offset, region.num_bytes);
+  for (const pipeline::Region& region :
+       {common_.cuda_workspace.sort_counts, common_.cuda_workspace.result})
+    spoil(workspace + region.offset, region.num_bytes);
   if (fill == nullptr) return;
   const CudaContext::Rank& c = fill->ranks[static_cast<std::size_t>(rank)];
-  const std::int64_t rows = common_.saved_blocks * pipeline::kBlockRows;
-  if (c.z.get() != nullptr) spoil(c.z.get(), rows * 4 * problem_.intermediate);
-  if (c.x.get() != nullptr) spoil(c.x.get(), rows * 2 * problem_.hidden);
+  const pipeline::ContextBytes saved = pipeline::context_bytes(problem_, plan_);
+  spoil(c.z.get(), saved.z);
+  spoil(c.x.get(), saved.x);
+  spoil(c.shared_z.get(), saved.shared_z);
+}
+
+std::byte* CudaLayer::input_buffer(std::int64_t rank) const {
+  return backend_.heap(rank) + common_.heap.x_in.offset;
 }
 
 ForwardKernel CudaLayer::kernel_of(const DeviceGroup& group) const {

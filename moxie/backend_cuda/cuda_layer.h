@@ -30,6 +30,7 @@ class CudaLayer final : public BackendLayer {
                ContextState* context, trace::Trace* trace) override;
   void backward(const ContextState& context, std::span<const BackwardInput> inputs,
                 std::span<const BackwardOutput> outputs, trace::Trace* trace) override;
+  std::byte* input_buffer(std::int64_t rank) const override;
 
   void clear_counters();  // pass count and both banks, when the world starts from zero
   void heaps_moved();

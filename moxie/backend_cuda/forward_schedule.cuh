@@ -89,8 +89,9 @@ __device__ __forceinline__ bool stage_inputs(const ForwardCommon& common, const 
   const schedule::RouteSort sort = route_sort(common, rank, state);
   schedule::count_routes(sort, cta, scratch);
   record(0);
-  schedule::copy_rows(rank.x, heap_at<bf16>(common, rank.me, common.heap.x_in),
-                      rank.num_tokens * p.hidden, cta);
+  bf16* x_in = heap_at<bf16>(common, rank.me, common.heap.x_in);
+  if (rank.x != x_in)  // else the caller has put it there
+    schedule::copy_rows(rank.x, x_in, rank.num_tokens * p.hidden, cta);
   if (p.shared.intermediate > 0) {
     schedule::weigh_shared_rows(rank.x, rank.shared_output_gate, rank.num_tokens, p.hidden,
                                 at<float>(rank, common.workspace.shared_weight), cta);
