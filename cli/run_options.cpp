@@ -178,7 +178,7 @@ void add_plan_options(CLI::App& app, Plan& p) {
 }
 
 void add_cuda_options(CLI::App& app, CudaOptions& cuda) {
-  const auto group = [](CLI::Option* option) { option->group("CUDA (with --backend cuda)"); };
+  const auto group = [](CLI::Option* option) { option->group(kCudaGroup); };
   group(add_text(app, "--devices", "N,N,...",
                  "GPU of each rank; one that is named twice holds virtual ranks [rank r on GPU r "
                  "mod count]",

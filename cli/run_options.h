@@ -54,6 +54,7 @@ struct RunOptions {
 void add_run_options(CLI::App& app, RunOptions& options);
 // Parts of it that other verbs have too. The group's name tells plan options from the others.
 inline constexpr const char* kPlanGroup = "Plan (changes the time and the memory, never the bits)";
+inline constexpr const char* kCudaGroup = "CUDA (with --backend cuda)";
 void add_plan_options(CLI::App& app, Plan& plan);
 void add_cuda_options(CLI::App& app, CudaOptions& cuda);
 // Options that contradict each other. Throws Usage.
