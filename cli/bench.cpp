@@ -48,6 +48,13 @@ void apply_options(BenchOptions& options, CLI::App& verb, Scenario& scenario) {
   }
   scenario.plan = options.plan;
   scenario.cuda = options.cuda;
+  if (scenario.backend == BackendKind::cpu &&
+      (!scenario.cuda.devices.empty() || scenario.cuda.reserve_sms != 0 ||
+       scenario.cuda.cluster_size != 0)) {
+    throw Usage(fmt::format(
+        "--devices, --reserve-sms and --cluster-size are for GPUs; the backend of {} is cpu",
+        options.scenario));
+  }
   if (!scenario.cuda.devices.empty())
     scenario.num_ranks = static_cast<std::int64_t>(scenario.cuda.devices.size());
   if (scenario.direction == Direction::backward) {

@@ -210,10 +210,15 @@ Problem problem_of(const Scenario& scenario, const BenchShape& shape) {
   problem.num_experts = shape.experts_per_rank * scenario.num_ranks;
   problem.top_k = shape.top_k;
   problem.dtype = DType::bf16;
-  check(problem);
+  try {
+    check(problem);
+  } catch (const Error& error) {
+    throw Failure(fmt::format("shape '{}': {}", shape.name, error.what()));
+  }
   if (problem.top_k > problem.num_experts) {
-    throw Usage(fmt::format("shape '{}': top_k is {}; it must be at most the number of experts, {}",
-                            shape.name, problem.top_k, problem.num_experts));
+    throw Failure(
+        fmt::format("shape '{}': top_k is {}; it must be at most the number of experts, {}",
+                    shape.name, problem.top_k, problem.num_experts));
   }
   return problem;
 }

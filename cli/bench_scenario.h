@@ -46,6 +46,7 @@ Direction parse_direction(const std::string& text);
 // Keeps the shapes that `text` names ("a,b"), in the scenario's order.
 void keep_shapes(const std::string& text, Scenario& scenario);
 
+// Throws Failure when the shape is not legal.
 Problem problem_of(const Scenario& scenario, const BenchShape& shape);
 
 }  // namespace moxie::cli

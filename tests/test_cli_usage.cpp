@@ -102,8 +102,8 @@ TEST_F(CliUsage, WhatDoesNotFitThisMachineSaysWhatWould) {
 }
 
 TEST_F(CliUsage, HelpAndVersion) {
-  for (const char* arguments :
-       {"", "--help", "run --help", "presets --help", "doctor --help", "trace --help"}) {
+  for (const char* arguments : {"", "--help", "run --help", "bench --help", "presets --help",
+                                "doctor --help", "trace --help"}) {
     const CliResult result = moxie(arguments);
     EXPECT_EQ(result.code, 0) << arguments;
     EXPECT_NE(result.out.find("moxie"), std::string::npos) << arguments;
