@@ -26,6 +26,10 @@ import time
 IDLE_S, WINDOW_MS, LOAD_MS = 0.12, 24, 170
 
 
+class Refusal(Exception):
+    """A sentence for the one who asked."""
+
+
 class SmClock:
     """SM clock of one GPU through NVML; None where NVML is not there."""
 
@@ -72,8 +76,11 @@ def measure(launch, clock, *, mode, estimate_ms, meet=lambda: None):
     return window(launch, max(2, round(WINDOW_MS / estimate_ms)), clock)
 
 
-def decode_ids(text, top_k, device):
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int64).view(-1, top_k).to(device)
+def decode_ids(spec, rank, device):
+    """[T, K] i64"""
+    stored = {"i32": torch.int32, "i64": torch.int64}[spec["ids"]]
+    ids = torch.frombuffer(bytearray(base64.b64decode(spec["expert_ids"][rank])), dtype=stored)
+    return ids.view(-1, spec["top_k"]).to(device, torch.int64)
 
 
 class GroupedProducts:
@@ -106,7 +113,7 @@ class ExpertParallelLayer:
         self.device = torch.device("cuda", spec["devices"][rank])
         self.H, self.I, self.E, self.seed = spec["hidden"], spec["intermediate"], spec["num_experts"], spec["seed"]
         self.L = self.E // self.num_ranks
-        self.ids = decode_ids(spec["expert_ids"][rank], spec["top_k"], self.device)  # [T, K]
+        self.ids = decode_ids(spec, rank, self.device)  # [T, K]
         self.T, self.K = self.ids.shape
         generator = torch.Generator(device=self.device).manual_seed(self.seed * 1_000_003 + self.E + rank)
         self.x = torch.randn(self.T, self.H, device=self.device, dtype=torch.bfloat16, generator=generator)
@@ -203,15 +210,15 @@ class NcclTorch:
     def setup(self, spec):
         devices = spec["devices"]
         if len(set(devices)) < len(devices):
-            raise RuntimeError("NCCL takes one rank per GPU, and here are virtual ranks")
+            raise Refusal("NCCL takes one rank per GPU, and here are virtual ranks")
         if spec["num_experts"] % len(devices) != 0:
-            raise RuntimeError(f"all_to_all of counts needs experts that divide by the ranks; {spec['num_experts']} do not by {len(devices)}")
+            raise Refusal(f"all_to_all of counts needs experts that divide by the ranks; {spec['num_experts']} do not by {len(devices)}")
         if self.devices != devices:
             self.stop()
             self.start(devices)
         error = max(answer["max_rel_l2"] for answer in self.ask(spec))
         if not error <= 2e-2:  # rows and the weighted sum are rounded to BF16 more often than in the layer
-            raise RuntimeError(f"its y is off by {error:.2e}")
+            raise Refusal(f"its y is off by {error:.2e}")
         return {"max_rel_l2": error}
 
     def measure(self, spec):
@@ -252,9 +259,9 @@ class NcclTorch:
                 try:
                     answers[pipe] = pipe.recv()
                 except EOFError:
-                    raise RuntimeError("a rank ended")
+                    raise Refusal("a rank ended")
                 if "error" in answers[pipe]:
-                    raise RuntimeError(answers[pipe]["error"])
+                    raise Refusal(answers[pipe]["error"])
         return [answers[pipe] for pipe in self.pipes]
 
 
@@ -276,7 +283,7 @@ class GemmOnly:
 
 
 def first_line(error):
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return (str(error) if isinstance(error, Refusal) else f"{type(error).__name__}: {error}").splitlines()[0]
 
 
 def import_torch():

@@ -117,7 +117,7 @@ BenchRow bench_shape(const Scenario& scenario, const BenchShape& shape, Baseline
                     shape.name, row.max_rel_l2, kMostError));
   }
   std::vector<TimedRun> runs = target->timed_runs();
-  for (TimedRun& run : baselines.timed_runs(*target, scenario, pci_bus_ids))
+  for (TimedRun& run : baselines.timed_runs(shape.name, *target, scenario, pci_bus_ids))
     runs.push_back(std::move(run));
   measure_in_turns(runs, scenario, row, notes, progress);
   return row;

@@ -52,7 +52,7 @@ Json setup_command(const BenchTarget& target, const Scenario& scenario,
   for (std::size_t rank = 0; rank < target.routes.size(); ++rank) {
     const HostTensor& expert_ids = target.routes[rank].expert_ids;
     tokens.push_back(expert_ids.shape.dim[0]);
-    ids.push_back(base64(expert_ids.bytes));  // [T, K] i64
+    ids.push_back(base64(expert_ids.bytes));  // [T, K]
     const std::size_t device = scenario.cuda.devices.empty()
                                    ? rank % std::max<std::size_t>(1, pci_bus_ids.size())
                                    : static_cast<std::size_t>(scenario.cuda.devices[rank]);
@@ -69,6 +69,7 @@ Json setup_command(const BenchTarget& target, const Scenario& scenario,
           {"devices", devices},
           {"pci_bus_ids", buses},
           {"rows_per_expert", stats.rows_per_expert},
+          {"ids", name(target.routes.front().expert_ids.dtype)},
           {"expert_ids", ids}};
 }
 
@@ -189,11 +190,8 @@ Baselines::Baselines(const Scenario& scenario, const std::filesystem::path& prog
   }
 }
 
-void Baselines::drop(std::size_t worker, const std::string& why) {
-  notes_.push_back(fmt::format("{} was not measured: {}", name(workers_[worker].baseline()), why));
-}
-
-std::vector<TimedRun> Baselines::timed_runs(const BenchTarget& target, const Scenario& scenario,
+std::vector<TimedRun> Baselines::timed_runs(const std::string& shape, const BenchTarget& target,
+                                            const Scenario& scenario,
                                             const std::vector<std::string>& pci_bus_ids) {
   std::vector<BaselineWorker> alive;
   if (!greeted_) {
@@ -202,7 +200,8 @@ std::vector<TimedRun> Baselines::timed_runs(const BenchTarget& target, const Sce
         versions_.update(workers_[i].answer(kStartSeconds));
         alive.push_back(std::move(workers_[i]));
       } catch (const Failure& failure) {
-        drop(i, failure.what());
+        notes_.push_back(
+            fmt::format("{} was not measured: {}", name(workers_[i].baseline()), failure.what()));
       }
     }
     greeted_ = true;
@@ -215,7 +214,8 @@ std::vector<TimedRun> Baselines::timed_runs(const BenchTarget& target, const Sce
     try {
       worker->ask(command, kSetupSeconds);
     } catch (const Failure& failure) {
-      drop(i, failure.what());
+      notes_.push_back(fmt::format("{} was not measured on {}: {}", name(worker->baseline()), shape,
+                                   failure.what()));
       continue;
     }
     runs.push_back({name(worker->baseline()), [worker](BenchMode mode) {

@@ -40,13 +40,13 @@ class Baselines {
   // Starts the workers; they load while the first layer is built.
   Baselines(const Scenario& scenario, const std::filesystem::path& program);
   // The baselines that could set this layer up, ready to be timed.
-  std::vector<TimedRun> timed_runs(const BenchTarget& target, const Scenario& scenario,
+  std::vector<TimedRun> timed_runs(const std::string& shape, const BenchTarget& target,
+                                   const Scenario& scenario,
                                    const std::vector<std::string>& pci_bus_ids);
   const Json& versions() const { return versions_; }  // torch, nccl, cuda as the workers say
   const std::vector<std::string>& notes() const { return notes_; }  // what is missing, and why
 
  private:
-  void drop(std::size_t worker, const std::string& why);
   std::vector<BaselineWorker> workers_;
   bool greeted_ = false;
   Json versions_ = Json::object();
