@@ -18,21 +18,6 @@ namespace {
 
 constexpr double kTimeoutSeconds = 10;  // a pass takes milliseconds
 
-// x in the rank's own heap, where a pass need not copy it; nullopt: the library has no such buffer.
-template <class AnyLayer>
-std::optional<TensorView> input_buffer(AnyLayer& layer, std::int64_t rank) {
-  if constexpr (requires { TensorView(layer.input_buffer(rank)); }) {
-    const TensorView view = layer.input_buffer(rank);
-    return view.data == nullptr ? std::nullopt : std::optional(view);
-  } else {
-    return std::nullopt;
-  }
-}
-
-// Lets passes reuse the schedule of the one before, so that sorting and the handshake between ranks
-// can be timed by leaving them out; false: the library cannot.
-bool keep_schedule(World&, bool) { return false; }
-
 class CudaTarget final : public BenchTarget {
  public:
   CudaTarget(const Scenario& scenario, const BenchShape& shape)
@@ -62,12 +47,10 @@ class CudaTarget final : public BenchTarget {
 
   std::vector<TimedRun> timed_runs() override {
     std::vector<TimedRun> runs;
-    add_run(runs, "moxie", inputs, false);
-    if (!zero_copy_.empty()) add_run(runs, "moxie zero_copy", zero_copy_, false);
-    if (keep_schedule(world_, true)) {
-      keep_schedule(world_, false);
-      add_run(runs, "moxie kept_schedule", inputs, true);
-    }
+    add_run(runs, "moxie", inputs, {});
+    add_run(runs, "moxie zero_copy", zero_copy_, {});
+    // Neither staged nor sorted nor agreed on: what that costs is the difference to zero_copy.
+    add_run(runs, "moxie kept_schedule", zero_copy_, {.keep_schedule = true});
     return runs;
   }
 
@@ -135,27 +118,26 @@ class CudaTarget final : public BenchTarget {
     return view;
   }
 
+  // x in the rank's own heap, where a pass need not copy it.
   void make_zero_copy_inputs() {
     for (std::size_t rank = 0; rank < inputs.size(); ++rank) {
-      const auto buffer = input_buffer(layer_, static_cast<std::int64_t>(rank));
-      if (!buffer) return zero_copy_.clear();
       ForwardInput in = inputs[rank];
-      in.x = TensorView(buffer->data, inputs[rank].x.dtype, inputs[rank].x.shape);
-      bench::copy(buffer->data, inputs[rank].x.data,
+      in.x = TensorView(layer_.input_buffer(static_cast<std::int64_t>(rank)).data, in.x.dtype,
+                        in.x.shape);
+      bench::copy(const_cast<void*>(in.x.data), inputs[rank].x.data,
                   static_cast<std::size_t>(in.x.shape.num_elements() * size_bytes(in.x.dtype)));
       zero_copy_.push_back(in);
     }
   }
 
   void add_run(std::vector<TimedRun>& runs, const char* run_name,
-               const std::vector<ForwardInput>& from, bool kept_schedule) {
+               const std::vector<ForwardInput>& from, const FaultInjection& faults) {
     const auto enqueue = [this, &from] { layer_.infer(from, outputs); };
-    if (kept_schedule) keep_schedule(world_, true);
+    world_.set_faults(faults);
     enqueue();
     const double estimate_ms = timer_.window(enqueue, 3).ms;
-    if (kept_schedule) keep_schedule(world_, false);
-    runs.push_back({run_name, [this, enqueue, estimate_ms, kept_schedule](BenchMode mode) {
-                      if (kept_schedule) keep_schedule(world_, true);
+    runs.push_back({run_name, [this, enqueue, estimate_ms, faults](BenchMode mode) {
+                      world_.set_faults(faults);
                       timer_.synchronize();
                       std::this_thread::sleep_for(
                           std::chrono::duration<double, std::milli>(kIdleMs));
@@ -165,7 +147,6 @@ class CudaTarget final : public BenchTarget {
                       const bench::GpuTiming timing =
                           timer_.window(enqueue, passes_for(kWindowMs, estimate_ms));
                       world_.synchronize();  // throws what went wrong in the passes
-                      if (kept_schedule) keep_schedule(world_, false);
                       return Timing{timing.ms, timing.sm_clock_mhz};
                     }});
   }
@@ -175,7 +156,7 @@ class CudaTarget final : public BenchTarget {
   World world_;
   Layer layer_;
   bench::GpuTimer timer_;
-  std::vector<ForwardInput> zero_copy_;  // [R] or empty
+  std::vector<ForwardInput> zero_copy_;  // [R]
 };
 
 }  // namespace

@@ -82,7 +82,7 @@ Json to_json(const BenchRow& row) {
   for (const Timing& timing : row.samples.at({"moxie", first})) moxie.push_back(timing.ms);
   const Samples of_moxie{moxie};
   const auto ms = [&](const char* run) { return row.median_ms(run, first); };
-  const auto kept = ms("moxie kept_schedule");
+  const auto kept = ms("moxie kept_schedule"), zero_copy = ms("moxie zero_copy");
   Json samples = Json::object();
   for (const auto& [key, timings] : row.samples) {
     Json list = Json::array();
@@ -103,8 +103,8 @@ Json to_json(const BenchRow& row) {
           {"sustained_ratio", or_null(ratio(row.median_ms("moxie", BenchMode::sustained),
                                             row.median_ms("gemm_only", BenchMode::sustained)))},
           {"nccl_ratio", or_null(ratio(ms("nccl_torch"), ms("moxie")))},
-          {"zero_copy_ms", or_null(ms("moxie zero_copy"))},
-          {"schedule_handshake_us", kept ? Json((of_moxie.median() - *kept) * 1e3) : Json()},
+          {"zero_copy_ms", or_null(zero_copy)},
+          {"schedule_handshake_us", kept && zero_copy ? Json((*zero_copy - *kept) * 1e3) : Json()},
           {"mode", name(first)},
           {"sm_clock_mhz", or_null(row.median_clock_mhz("moxie", first))},
           {"gemm_only_clock_mhz", or_null(row.median_clock_mhz("gemm_only", first))},

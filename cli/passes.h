@@ -37,7 +37,7 @@ struct SameBits {
   std::string difference;          // where the first difference is
 };
 // The same passes in lag order with the smallest rings and shuffled timing (on the CPU with two
-// workers of each role) and, on the CPU, in split mode.
+// workers of each role), and in split mode.
 SameBits check_same_bits(World& world, const RunOptions& options, const Setup& setup,
                          std::span<const RankTensors> inputs, std::span<const RankResults> results,
                          Progress& progress);

@@ -192,11 +192,17 @@ std::string plan_words(const Plan& p, BackendKind backend) {
   std::string text = fmt::format("{}, {}", name(p.mode), name(p.order));
   text += p.order == TaskOrder::slabs ? fmt::format(" {}", p.num_slabs)
                                       : fmt::format(" {} bands behind", p.lag_bands);
+  if (p.dispatch == DispatchMode::push) text += ", push dispatch";
+  if (p.combine == CombineMode::comm_workers) text += ", combine by communication workers";
   text += fmt::format(", band {}, minibatch {}, rings x {} hidden {} backward {}, save {}",
                       p.band_blocks, p.minibatch_blocks, p.x_ring_blocks, p.hidden_ring_blocks,
                       p.backward_ring_blocks, name(p.save));
-  if (backend == BackendKind::cuda) return text;  // every CTA does both
-  return text + fmt::format(", {} comm + {} compute per rank", p.comm_workers, p.compute_workers);
+  if (backend == BackendKind::cpu)
+    return text + fmt::format(", {} comm + {} compute per rank", std::max(p.comm_workers, 1),
+                              p.compute_workers);
+  return text + (p.comm_workers == 0
+                     ? std::string(", communication in every CTA")
+                     : fmt::format(", {} communication CTAs per rank", p.comm_workers));
 }
 
 std::string to_table(const RunReport& report) {

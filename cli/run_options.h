@@ -70,7 +70,6 @@ struct Setup {
   std::string shape_name;  // "kimi-k2.5 scaled down by 16", "default shape", ...
   bool backward = true;
   std::int64_t repeat = 1;
-  bool timeline = false;  // asked for: a backend that records none is an error then
 };
 // Throws Usage or Error (invalid_argument).
 Setup make_setup(const RunOptions& options);

@@ -135,7 +135,6 @@ Setup make_setup(const RunOptions& options) {
   setup.backend = options.backend;
   setup.backward =
       options.backward || (options.backend == BackendKind::cpu && !options.forward_only);
-  setup.timeline = !options.trace.empty();
   setup.repeat = options.repeat == kNotGiven ? kDefaultRepeat : options.repeat;
   std::int64_t num_ranks = options.ranks == kNotGiven ? kDefaultRanks : options.ranks;
   setup.tokens = tokens_per_rank(options, num_ranks);
@@ -170,7 +169,9 @@ Setup make_setup(const RunOptions& options) {
 }
 
 std::string in_option_words(std::string sentence) {
-  constexpr std::array<std::pair<std::string_view, std::string_view>, 33> kWords = {{
+  constexpr std::array<std::pair<std::string_view, std::string_view>, 35> kWords = {{
+      {"plan.dispatch", "--dispatch"},
+      {"plan.combine", "--combine"},
       {"plan.num_slabs", "--slabs"},
       {"plan.band_blocks", "--band"},
       {"plan.lag_bands", "--lag"},
