@@ -61,6 +61,7 @@ def window(launch, num_passes, clock):
     samples = []
     while not end.query():
         samples.append(clock.mhz())
+        time.sleep(0.001)
     torch.cuda.synchronize()
     samples = [mhz for mhz in samples if mhz is not None]
     return begin.elapsed_time(end) / num_passes, sum(samples) / len(samples) if samples else None
