@@ -198,8 +198,7 @@ __device__ __forceinline__ void dispatch_rows(const ForwardCommon& common, const
       (state.cta.idx - team.first_cta) * team.num_warps + warp_idx, team.num_ctas * team.num_warps,
       {state.signal_limits, state.counter_limits, code(WaitFor::x_staged),
        code(WaitFor::x_slot_free)},
-      [&] { delay_of(common)(); },
-      [&] { stage_tokens(common, rank, state, [] { return false; }); });
+      [&] { delay_of(common)(); }, [&] { stage_tokens(common, rank, state, StageUntil::done); });
 }
 
 // Consumer warps of a dedicated CTA dispatch first. Its cluster takes no tickets before all of them
