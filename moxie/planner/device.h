@@ -1,5 +1,5 @@
 // Device records: what one GPU and the fabric around it can do, each number with its source. A
-// record is a JSON file (moxie/planner/devices/*.json, format in docs/planner.md); the shipped ones
+// record is a JSON file (moxie/planner/*.json, format in docs/planner.md); the shipped ones
 // are embedded at build time, a user can hand in a path. A number nobody measured or published is
 // null; `machine` fills the gaps by stated rules and lists what it assumed.
 #pragma once

@@ -1,5 +1,5 @@
 // The device records shipped inside the binary. The array is generated at build time from
-// moxie/planner/devices/*.json (CMakeLists.txt, embedded.cpp.in).
+// moxie/planner/*.json (CMakeLists.txt, embedded.cpp.in).
 #pragma once
 #include <span>
 #include <string_view>

@@ -46,7 +46,7 @@ const std::vector<Gap>& gaps() {
        "that of H200, scaled with the link"},
       {Field::sm_push_gbps, [](M m) { return 46 * m[Field::link_raw_gbps] / 450; },
        "that of H200, scaled with the link"},
-      {Field::sm_beside_gbps, [](M m) { return 28 * m[Field::link_raw_gbps] / 450; },
+      {Field::sm_beside_gbps, [](M m) { return 36 * m[Field::link_raw_gbps] / 450; },
        "that of H200, scaled with the link"},
       {Field::spare_warp_gbps, constant(6.5), "that of H200"},
       {Field::sm_merge_gbps, [](M m) { return m[Field::hbm_gbps] / m[Field::num_sms]; },

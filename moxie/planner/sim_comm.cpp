@@ -1,0 +1,200 @@
+// Communication roles on the virtual clock: stage, schedule, dispatch, combine, merge, leaving.
+// Each follows its namesake in backend_cpu/roles_comm.h, wait for wait.
+#include <algorithm>
+
+#include "moxie/planner/sim_state.h"
+
+namespace moxie::planner {
+
+using pipeline::kBlockRows;
+
+// Own rank only: inputs into the heap, routes sorted, then one word to every peer.
+Process Simulation::stage(Worker& w) {
+  RankState& r = *w.rank;
+  Time begin = now_;
+  if (gpu()) co_await sleep(w, now_ + from_us(machine_[Field::launch_us]));
+  used(w, Use::start, begin);
+  begin = now_;
+  const double tokens = static_cast<double>(r.num_tokens), tensors = forward() ? 1 : 2;
+  const double bytes = 2 * tokens * tensors * row_bytes_;
+  std::int64_t workers = std::max(plan_.comm_workers, 1);
+  if (gpu()) workers = machine_.num_sms() - options_.reserve_sms;
+  const double each = bytes / static_cast<double>(workers);
+  Time end = std::max(r.memory.serve(now_, each),
+                      now_ + static_cast<Time>(each * 1e3 / machine_[Field::sm_merge_gbps]));
+  if (w.idx == 0 && w.role == Role::comm) {
+    const double routes = tokens * static_cast<double>(problem_.top_k);
+    end += static_cast<Time>(routes * machine_[Field::schedule_ns_per_route] * 1e3);
+  }
+  co_await sleep(w, end);
+  record(w, trace::Kind::stage, -1, -1, false, begin, now_);
+  used(w, Use::start, begin);
+  add(r.stage_done, 1);
+  if (w.idx != 0 || w.role != Role::comm) co_return;
+  std::int64_t stagers = 0;
+  for (const auto& other : workers_) {
+    stagers += other->rank == &r && (split() || other->role == Role::comm) ? 1 : 0;
+  }
+  co_await wait(w, r.stage_done, stagers, WaitFor::stage_done, 0);
+  raise(r, &RankState::inputs_ready, now_);
+}
+
+// Every peer's counts, the tables, and if the capacity is not proven everybody's verdict.
+Process Simulation::schedule_pass(Worker& w) {
+  RankState& r = *w.rank;
+  if (w.idx == 0 && w.role == Role::comm) {
+    const Time begin = now_;
+    co_await wait(w, r.inputs_ready.counter, 1, WaitFor::inputs_ready, 0);
+    const Time tables = now_;
+    co_await sleep(w, now_ + from_us(machine_[Field::schedule_base_us]));
+    used(w, Use::start, tables);
+    if (plan_.capacity_rows / kBlockRows < pipeline::worst_case_blocks(problem_)) {
+      raise(r, &RankState::agreement, now_);
+      co_await wait(w, r.agreement.counter, 1, WaitFor::agreement, 0);
+    }
+    if (r.routed_blocks == 0) {
+      for (std::int64_t s = 0; s < num_slabs(); ++s) announce_slab(r, s, now_);
+    }
+    record(w, trace::Kind::schedule, -1, -1, false, begin, now_);
+    add(r.schedule_ready, 1);
+  }
+  co_await wait(w, r.schedule_ready, 1, WaitFor::schedule_ready, 0);
+}
+
+// Pulls rows into ring slots, in block order.
+Process Simulation::dispatch_rows(Worker& w) {
+  RankState& r = *w.rank;
+  const std::int64_t units = pipeline::num_dispatch_units(r.table);
+  while (r.dispatch_unit < units) {
+    const std::int64_t claimed = r.dispatch_unit++;
+    const BlockId b = pipeline::dispatch_block(r.table, claimed);
+    const pipeline::DispatchUnit unit =
+        pipeline::dispatch_unit(r.table, claimed, r.block_rows[static_cast<std::size_t>(b.v)]);
+    if (unit.rows.size() == 0) continue;
+    co_await wait_slot_free(w, r, b);
+    const Time begin = now_;
+    const auto routed = static_cast<std::size_t>(r.table.routed_idx(b));
+    const double row = dispatch_row_bytes(r, b);
+    const std::size_t experts = static_cast<std::size_t>(r.table.num_experts);
+    Time end = now_ + from_us(machine_[Field::remote_load_us]);
+    double bytes = 0;
+    std::int64_t first = 0;  // row of the block where the source begins
+    for (std::int32_t s = r.source_of[routed]; s < r.source_of[routed + 1]; ++s) {
+      const BlockSource& source = r.sources[static_cast<std::size_t>(s)];
+      const std::int64_t rows =
+          std::min(unit.rows.end, first + source.rows) - std::max(unit.rows.begin, first);
+      first += source.rows;
+      if (rows <= 0) continue;
+      double moved = static_cast<double>(rows) * row;
+      if (!r.fresh.empty()) {
+        const auto e = static_cast<std::size_t>(r.block_expert[static_cast<std::size_t>(b.v)]);
+        moved *= r.fresh[static_cast<std::size_t>(source.rank) * experts + e];
+      }
+      bytes += moved;
+      end = std::max(end, transfer(RankId{source.rank}, r.me, moved, pull_, true));
+    }
+    end = std::max(end, now_ + static_cast<Time>(bytes * 1e3 / w.dispatch_gbps));
+    co_await sleep(w, end);
+    record(w, trace::Kind::dispatch, b.v, -1, false, begin, now_);
+    used(w, Use::communicate, begin);
+    add(r.x_ready[routed / static_cast<std::size_t>(plan_.minibatch_blocks)],
+        static_cast<std::uint32_t>(unit.rows.size()));
+  }
+}
+
+// Push dispatch: writes own rows into the slots of the ranks that will compute them. The flag that
+// tells them travels behind the rows.
+Process Simulation::push_rows(Worker& w) {
+  RankState& r = *w.rank;
+  while (r.dispatch_unit < static_cast<std::int64_t>(r.push_units.size())) {
+    const PushUnit unit = r.push_units[static_cast<std::size_t>(r.dispatch_unit++)];
+    RankState& dest = at(RankId{unit.dest});
+    const BlockId b{unit.block};
+    co_await wait(w, dest.schedule_ready, 1, WaitFor::schedule_ready, 0);
+    co_await wait_slot_free(w, dest, b);
+    const Time begin = now_;
+    double bytes = static_cast<double>(unit.rows) * dispatch_row_bytes(dest, b);
+    if (!dest.fresh.empty()) {
+      const auto e = static_cast<std::size_t>(dest.block_expert[static_cast<std::size_t>(b.v)]);
+      bytes *= dest.fresh[static_cast<std::size_t>(r.me.v * dest.table.num_experts) + e];
+    }
+    Time end = transfer(r.me, RankId{unit.dest}, bytes, push_, true);
+    end = std::max(end, now_ + static_cast<Time>(bytes * 1e3 / w.dispatch_gbps));
+    // A release waits until the rows are acknowledged.
+    const Time flag = signal_time(r.me, RankId{unit.dest});
+    co_await sleep(w, end + (unit.dest == r.me.v ? 0 : flag));
+    record(w, trace::Kind::dispatch, b.v, -1, false, begin, now_);
+    used(w, Use::communicate, begin);
+    const auto routed = static_cast<std::size_t>(dest.table.routed_idx(b));
+    later(now_ + flag, dest.x_ready[routed / static_cast<std::size_t>(plan_.minibatch_blocks)],
+          static_cast<std::uint32_t>(unit.rows));
+  }
+}
+
+// Combine by communication workers: a block's pieces of one slab go home when its FC2 tiles are
+// stored.
+Process Simulation::combine_rows(Worker& w) {
+  RankState& r = *w.rank;
+  const std::int64_t tiles = pipeline::num_fc2_tiles(problem_.hidden);
+  while (r.combine_unit < num_slabs() * r.routed_blocks) {
+    const std::int64_t unit = r.combine_unit++;
+    const std::int64_t slab = unit / r.routed_blocks;
+    const BlockId b{r.table.shared_blocks + unit % r.routed_blocks};
+    co_await wait(w, r.y_ready[static_cast<std::size_t>(unit)],
+                  pipeline::slab_tiles(slab, num_slabs(), tiles).size(), WaitFor::fc1_done, b.v);
+    const Time begin = now_;
+    const double cols = static_cast<double>(slab_columns(slab).size());
+    const double bytes =
+        static_cast<double>(r.block_rows[static_cast<std::size_t>(b.v)]) * cols * cost_.elem;
+    const Time end =
+        std::max(push_pieces(r, b, cols), now_ + static_cast<Time>(bytes * 1e3 / w.dispatch_gbps));
+    co_await sleep(w, end);
+    record(w, trace::Kind::combine, b.v, slab, false, begin, now_);
+    used(w, Use::communicate, begin);
+    piece_pushed(r, slab, r.routed_blocks, now_);
+  }
+}
+
+// Merges token ranges slab by slab as soon as every peer has pushed that slab.
+Process Simulation::merge_returns(Worker& w) {
+  RankState& r = *w.rank;
+  const std::int64_t units = pipeline::num_merge_units(r.num_tokens, num_slabs());
+  const std::int64_t pieces = problem_.top_k + (problem_.shared.intermediate > 0 ? 2 : 1);
+  const std::int64_t shared_tiles =
+      r.table.shared_blocks * pipeline::num_fc2_tiles(problem_.hidden);
+  while (r.merge_unit < units) {
+    const std::int64_t claimed = r.merge_unit++;
+    const pipeline::MergeUnit unit = pipeline::merge_unit(claimed, r.num_tokens);
+    co_await wait(w, r.returns_done[static_cast<std::size_t>(unit.slab)].counter, 1,
+                  WaitFor::returns_done, 0);
+    co_await wait(w, r.shared_done, shared_tiles, WaitFor::shared_done, 0);
+    const Time begin = now_;
+    const double bytes =
+        static_cast<double>(unit.tokens.size() * pieces * slab_columns(unit.slab).size()) *
+        cost_.elem;
+    const Time end =
+        std::max(r.memory.serve(now_, bytes), now_ + static_cast<Time>(bytes * 1e3 / w.merge_gbps));
+    co_await sleep(w, end);
+    record(w, trace::Kind::merge, claimed, unit.slab, false, begin, now_);
+    used(w, Use::merge, begin);
+    add(r.merge_done, 1);
+  }
+}
+
+// The rank may leave when its output is whole and every peer has pushed everything.
+Process Simulation::finish_pass(Worker& w) {
+  RankState& r = *w.rank;
+  co_await wait(w, r.merge_done, pipeline::num_merge_units(r.num_tokens, num_slabs()),
+                WaitFor::merge_done, 0);
+  co_await wait(w, r.tasks_done, r.num_tickets, WaitFor::tasks_done, 0);
+  if (w.idx == 0 && w.role == Role::comm) {
+    for (std::int64_t s = 0; s < num_slabs(); ++s) {
+      co_await wait(w, r.returns_done[static_cast<std::size_t>(s)].counter, 1,
+                    WaitFor::returns_done, 0);
+    }
+    add(r.closed, 1);
+  }
+  co_await wait(w, r.closed, 1, WaitFor::pass_closed, 0);
+}
+
+}  // namespace moxie::planner

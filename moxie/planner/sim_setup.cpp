@@ -1,0 +1,291 @@
+// Before the clock starts: every rank's tables (the ones its schedule builds), what its blocks are
+// made of, and how much the power limit stretches its products.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "moxie/core/error.h"
+#include "moxie/planner/sim_state.h"
+
+namespace moxie::planner {
+
+using pipeline::BlockTable;
+using pipeline::kBlockRows;
+using pipeline::Range;
+
+Simulation::Simulation(const Problem& problem, const Plan& plan, const RoutingCounts& routing,
+                       const Machine& machine, const SimOptions& options)
+    : problem_(problem),
+      plan_(plan),
+      routing_(routing),
+      machine_(machine),
+      options_(options),
+      cost_(CostModel::make(problem, machine, options.mechanisms.fused_activation)),
+      pull_(pull_wire(machine)),
+      push_(push_wire(machine)),
+      row_bytes_(static_cast<double>(problem.hidden * size_bytes(problem.dtype))),
+      domain_(std::max<std::int64_t>(1, machine.domain_ranks())) {
+  const std::int64_t count = options.symmetric ? 1 : problem.num_ranks;
+  for (std::int64_t r = 0; r < count; ++r) build_rank(r);
+  if (plan.dispatch == DispatchMode::push) build_push_units();
+  for (const auto& r : ranks_) {
+    judge_power(*r);
+    add_workers(*r);
+  }
+}
+
+void Simulation::build_rank(std::int64_t index) {
+  ranks_.push_back(std::make_unique<RankState>());
+  RankState& r = *ranks_.back();
+  r.me = RankId{index};
+  r.num_tokens = routing_.tokens[static_cast<std::size_t>(index)];
+  const auto R = static_cast<std::size_t>(problem_.num_ranks);
+  const auto local =
+      static_cast<std::size_t>(num_local_experts(problem_.num_experts, problem_.num_ranks, r.me));
+  r.row_prefix.resize(local * (R + 1));
+  r.source_begin.resize(local * R);
+  r.expert_block.resize(local + 1);
+  std::vector<const std::int32_t*> route_begin;
+  for (std::int64_t p = 0; p < problem_.num_ranks; ++p) route_begin.push_back(routing_.of_rank(p));
+  r.table = pipeline::build_blocks(problem_, r.me, r.num_tokens, route_begin, r.row_prefix.data(),
+                                   r.source_begin.data(), r.expert_block.data());
+  const BlockTable& t = r.table;
+  r.routed_blocks = t.num_blocks - t.shared_blocks;
+  if (r.routed_blocks > plan_.capacity_rows / kBlockRows) {
+    throw Error(ErrorCode::capacity_exceeded,
+                fmt::format("rank {} would receive {} rows (padded to blocks of {}), must be at "
+                            "most plan.capacity_rows {}; nearest legal capacity_rows {}",
+                            index, r.routed_blocks * kBlockRows, kBlockRows, plan_.capacity_rows,
+                            r.routed_blocks * kBlockRows));
+  }
+  for (std::int64_t b = 0; b < t.num_blocks; ++b) {
+    const BlockId block{b};
+    const std::int32_t e = t.is_shared(block) ? -1 : t.expert(block).v;
+    r.block_expert.push_back(e);
+    r.block_rows.push_back(
+        static_cast<std::int32_t>(e < 0 ? t.rows(block) : t.rows(block, LocalExpertId{e})));
+  }
+  build_sources(r);
+  for (std::int64_t i = 0; i < r.routed_blocks; i += plan_.minibatch_blocks) {
+    r.minibatch_rows.push_back(static_cast<std::int32_t>(
+        pipeline::minibatch(t, i / plan_.minibatch_blocks, plan_.minibatch_blocks).rows));
+  }
+  const auto blocks = static_cast<std::size_t>(t.num_blocks);
+  r.x_ready.resize(r.minibatch_rows.size());
+  r.fc1_done.resize(blocks);
+  r.fc2_done.resize(blocks);
+  if (forward()) {
+    r.forward = pipeline::forward_stream(problem_, plan_, t);
+    r.num_tickets = r.forward.num_tickets();
+    if (combine_by_comm())
+      r.y_ready.resize(static_cast<std::size_t>(num_slabs() * r.routed_blocks));
+  } else {
+    const std::size_t chunks = blocks + local + 2;
+    r.chunk_block.resize(chunks + 1);
+    r.chunk_expert.resize(chunks);
+    r.chunk_after.resize(chunks);
+    r.step_ticket.resize(chunks + static_cast<std::size_t>(plan_.lag_chunks) + 2);
+    r.backward =
+        pipeline::build_chunks(problem_, plan_, t, r.chunk_block.data(), r.chunk_expert.data(),
+                               r.chunk_after.data(), r.step_ticket.data());
+    r.num_tickets = r.backward.num_tickets();
+    r.trail_done.resize(static_cast<std::size_t>(r.backward.chunks.num_chunks));
+  }
+  r.link.out.ps_per_byte = r.link.in.ps_per_byte = 1e3 / machine_[Field::link_raw_gbps];
+  r.network.out.ps_per_byte = r.network.in.ps_per_byte = 1e3 / machine_[Field::network_gbps];
+  r.memory.ps_per_byte = 1e3 / machine_[Field::hbm_gbps];
+}
+
+// Home ranks of each block's rows, in row order.
+void Simulation::build_sources(RankState& r) {
+  const BlockTable& t = r.table;
+  const std::int64_t R = problem_.num_ranks;
+  r.source_of.push_back(0);
+  for (std::int64_t e = 0; e < t.num_experts; ++e) {
+    const std::int64_t* prefix = t.row_prefix + e * (R + 1);
+    std::int64_t i = 0;
+    for (std::int64_t row = 0; row < prefix[R]; row += kBlockRows) {
+      const std::int64_t end = std::min(row + kBlockRows, prefix[R]);
+      for (std::int64_t at = row; at < end;) {
+        while (prefix[i + 1] <= at) ++i;
+        const std::int64_t upto = std::min(end, prefix[i + 1]);
+        r.sources.push_back({t.rotated_source(i).v, static_cast<std::int32_t>(upto - at)});
+        at = upto;
+      }
+      r.source_of.push_back(static_cast<std::int32_t>(r.sources.size()));
+    }
+  }
+  if (!options_.mechanisms.dedupe) return;
+  for (std::int64_t source = 0; source < R; ++source) {
+    for (std::int64_t e = 0; e < t.num_experts; ++e)
+      r.fresh.push_back(static_cast<float>(fresh_share(problem_, routing_, source, r.me.v, e)));
+  }
+}
+
+// Push dispatch: what each home rank sends, block after block, within a block to the rank after
+// itself first. In a symmetric simulation what my peers send me stands for what I send them.
+void Simulation::build_push_units() {
+  std::int64_t most = 0;
+  for (const auto& r : ranks_) most = std::max(most, r->routed_blocks);
+  for (std::int64_t b = 0; b < most; ++b) {
+    for (const auto& dest : ranks_) {
+      if (b >= dest->routed_blocks) continue;
+      for (std::int32_t i = dest->source_of[static_cast<std::size_t>(b)];
+           i < dest->source_of[static_cast<std::size_t>(b + 1)]; ++i) {
+        const BlockSource& s = dest->sources[static_cast<std::size_t>(i)];
+        RankState& home = at(RankId{s.rank});
+        home.push_units.push_back({options_.symmetric ? s.rank : dest->me.v,
+                                   static_cast<std::int32_t>(b + dest->table.shared_blocks),
+                                   s.rows});
+      }
+    }
+  }
+  if (options_.symmetric) return;
+  for (const auto& r : ranks_) {
+    const auto rotated = [&](const PushUnit& u) {
+      return (u.dest - r->me.v + problem_.num_ranks) % problem_.num_ranks;
+    };
+    std::stable_sort(r->push_units.begin(), r->push_units.end(),
+                     [&](const PushUnit& a, const PushUnit& b) {
+                       return a.block != b.block ? a.block < b.block : rotated(a) < rotated(b);
+                     });
+  }
+}
+
+bool Simulation::z_saved(const RankState& r, BlockId b) const {
+  if (plan_.save == SavePolicy::none) return false;
+  return r.table.is_shared(b) || r.table.routed_idx(b) < plan_.saved_rows / kBlockRows;
+}
+
+// Bytes dispatch moves for one row of a block: x, or dY and, unless saved, x.
+double Simulation::dispatch_row_bytes(const RankState& r, BlockId b) const {
+  if (forward()) return row_bytes_;
+  const bool x_saved = plan_.save == SavePolicy::z_and_x && z_saved(r, b);
+  return x_saved ? row_bytes_ : 2 * row_bytes_;
+}
+
+// Blocks of the same expert that share a band (backward: a chunk), and so its weights in cache.
+std::int64_t Simulation::sharers(const RankState& r, BlockId b) const {
+  Range band;
+  if (forward()) {
+    const std::int64_t first = r.table.is_shared(b) ? 0 : r.table.shared_blocks;
+    const std::int64_t last = r.table.is_shared(b) ? r.table.shared_blocks : r.table.num_blocks;
+    band.begin = first + (b.v - first) / plan_.band_blocks * plan_.band_blocks;
+    band.end = std::min<std::int64_t>(band.begin + plan_.band_blocks, last);
+  } else {
+    band = r.backward.chunks.blocks(r.backward.chunks.chunk_of(b));
+  }
+  if (!r.table.is_shared(b)) {
+    const auto e = static_cast<std::size_t>(r.block_expert[static_cast<std::size_t>(b.v)]);
+    band.begin = std::max<std::int64_t>(band.begin, r.expert_block[e]);
+    band.end = std::min<std::int64_t>(band.end, r.expert_block[e + 1]);
+  }
+  return std::max<std::int64_t>(1, band.size());
+}
+
+TileCost Simulation::task_cost(const RankState& r, const pipeline::Task& task) const {
+  const auto b = static_cast<std::size_t>(task.block.v);
+  if (task.kind == pipeline::TaskKind::wgrad) {
+    const auto& chunks = r.backward.chunks;
+    std::int64_t rows = 0;
+    const Range blocks = chunks.blocks(task.chunk);
+    for (std::int64_t i = blocks.begin; i < blocks.end; ++i)
+      rows += r.block_rows[static_cast<std::size_t>(i)];
+    return cost_.wgrad(rows, r.backward.wgrad_of(task.chunk).tile(task.tile),
+                       chunks.first_of_expert(task.chunk), chunks.last_of_expert(task.chunk));
+  }
+  const bool shared = r.table.is_shared(task.block);
+  const std::int64_t width = shared ? problem_.shared.intermediate : problem_.intermediate;
+  const std::int64_t rows = r.block_rows[b], same = sharers(r, task.block);
+  switch (task.kind) {
+    case pipeline::TaskKind::fc1: return cost_.fc1(rows, width, same, z_saved(r, task.block));
+    case pipeline::TaskKind::fc2: return cost_.fc2(rows, width, same);
+    case pipeline::TaskKind::dgrad: return cost_.dgrad(rows, width, same, z_saved(r, task.block));
+    default: return cost_.dx(rows, width, same);
+  }
+}
+
+// Cycles of all tiles of the rank, from one tile of each kind per block (chunk).
+double Simulation::gemm_cycles(const RankState& r) const {
+  using pipeline::Task;
+  using pipeline::TaskKind;
+  double cycles = 0;
+  for (std::int64_t b = 0; b < r.table.num_blocks; ++b) {
+    const bool shared = r.table.is_shared(BlockId{b});
+    const std::int64_t width = shared ? problem_.shared.intermediate : problem_.intermediate;
+    const auto one = [&](TaskKind kind) {
+      return task_cost(r, Task{kind, BlockId{b}, 0, 0}).cycles;
+    };
+    cycles += static_cast<double>(pipeline::num_fc1_tiles(width)) *
+              one(forward() ? TaskKind::fc1 : TaskKind::dgrad);
+    cycles += static_cast<double>(pipeline::num_fc2_tiles(problem_.hidden)) *
+              one(forward() ? TaskKind::fc2 : TaskKind::dx);
+  }
+  if (forward()) return cycles;
+  for (std::int64_t c = 0; c < r.backward.chunks.num_chunks; ++c)
+    cycles += static_cast<double>(r.backward.wgrad_of(c).size()) *
+              task_cost(r, Task{TaskKind::wgrad, BlockId{}, c, 0}).cycles;
+  return cycles;
+}
+
+// What moves beside the products: rows in, pieces out, pieces merged.
+double Simulation::moved_bytes(const RankState& r) const {
+  double dispatched = 0, others = 0;
+  for (std::int64_t b = r.table.shared_blocks; b < r.table.num_blocks; ++b) {
+    const double n = r.block_rows[static_cast<std::size_t>(b)];
+    dispatched += n * dispatch_row_bytes(r, BlockId{b});
+    others += n * row_bytes_ * (combine_by_comm() ? 3 : 2);
+    if (!options_.mechanisms.fused_activation)
+      others += n * 4 * static_cast<double>(problem_.intermediate) * cost_.elem;
+  }
+  if (!r.fresh.empty()) {
+    const double fresh = std::accumulate(r.fresh.begin(), r.fresh.end(), 0.0);
+    dispatched *= fresh / static_cast<double>(r.fresh.size());
+  }
+  return dispatched + others;
+}
+
+// A power-limited GPU lowers its clock when bytes move beside the products. Stages that run one
+// after another do not share the power.
+void Simulation::judge_power(RankState& r) {
+  const double cycle_ps = 1e6 / machine_.clock_mhz;
+  r.cycle_ps = cycle_ps;
+  if (split() || !gpu()) return;
+  const double ctas = static_cast<double>(machine_.num_sms() - options_.comm_ctas);
+  const double gemm_ms = gemm_cycles(r) / ctas * cycle_ps * 1e-9;
+  if (gemm_ms <= 0) return;
+  r.stretch = 1 + machine_[Field::moved_ms_per_gb] * moved_bytes(r) * 1e-9 / gemm_ms;
+  r.cycle_ps = cycle_ps * r.stretch;
+}
+
+void Simulation::add_workers(RankState& r) {
+  const std::int64_t sms = machine_.num_sms() - options_.reserve_sms;
+  if (gpu() && options_.comm_ctas >= sms) {
+    throw Error(ErrorCode::invalid_plan,
+                fmt::format("comm_ctas is {}, must be between 0 and {} (the device has {} SMs, one "
+                            "must compute); nearest legal value {}",
+                            options_.comm_ctas, sms - 1, sms, sms - 1));
+  }
+  std::int64_t comm = std::max(plan_.comm_workers, 1), compute = plan_.compute_workers;
+  const bool spare = gpu() && options_.comm_ctas == 0 && !split();
+  if (gpu()) {
+    comm = split() ? 1 : spare ? sms : options_.comm_ctas;
+    compute = split() ? sms - 1 : sms - options_.comm_ctas;
+  }
+  for (std::int64_t i = 0; i < comm + compute; ++i) {
+    auto w = std::make_unique<Worker>();
+    w->rank = &r;
+    w->id = static_cast<std::uint32_t>(workers_.size());
+    w->role = i < comm ? Role::comm : Role::compute;
+    w->idx = static_cast<std::int32_t>(i < comm ? i : i - comm);
+    w->spare = spare && w->role == Role::comm;
+    w->dispatch_gbps = machine_[w->spare            ? Field::spare_warp_gbps
+                                : !split() && gpu() ? Field::sm_beside_gbps
+                                                    : Field::sm_pull_gbps];
+    w->merge_gbps = machine_[w->spare ? Field::spare_merge_gbps : Field::sm_merge_gbps];
+    workers_.push_back(std::move(w));
+  }
+}
+
+}  // namespace moxie::planner
