@@ -21,6 +21,7 @@ class EventQueue {
  public:
   bool empty() const { return heap_.empty(); }
   std::size_t size() const { return heap_.size(); }
+  std::uint32_t next() const { return heap_[0].id; }
   void push(Time time, std::uint32_t id) {
     heap_.push_back({time, order_++, id});
     std::size_t at = heap_.size() - 1;

@@ -32,8 +32,8 @@ Process Simulation::stage(Worker& w) {
   add(r.stage_done, 1);
   if (w.idx != 0 || w.role != Role::comm) co_return;
   std::int64_t stagers = 0;
-  for (const auto& other : workers_) {
-    stagers += other->rank == &r && (split() || other->role == Role::comm) ? 1 : 0;
+  for (const Worker& other : workers_) {
+    stagers += other.rank == &r && (split() || other.role == Role::comm) ? 1 : 0;
   }
   co_await wait(w, r.stage_done, stagers, WaitFor::stage_done, 0);
   raise(r, &RankState::inputs_ready, now_);

@@ -86,9 +86,11 @@ Process Simulation::wait_for_task(Worker& w, const Task& task, std::int64_t tick
                       r.backward.dgrad_tiles_of(task.chunk), WaitFor::fc1_done, i);
       }
       const std::int64_t after = chunks.chunk_after[task.chunk];
-      if (after < 0) break;
-      co_await wait(w, r.trail_done[static_cast<std::size_t>(after)],
-                    r.backward.trail_tickets(after), WaitFor::wgrad_order, after);
+      if (after >= 0) {
+        co_await wait(w, r.trail_done[static_cast<std::size_t>(after)],
+                      r.backward.trail_tickets(after), WaitFor::wgrad_order, after);
+      }
+      r.ready_chunk = task.chunk;
       break;
     }
   }
@@ -96,33 +98,43 @@ Process Simulation::wait_for_task(Worker& w, const Task& task, std::int64_t tick
 
 // A finished row-piece tile goes home, or to the workers that carry it there. A GPU goes on with
 // the next tile while the pieces leave, but not with the next push; a thread of the CPU twin waits.
-Process Simulation::combine_tile(Worker& w, const Task& task) {
+void Simulation::combine_tile(Worker& w, const Task& task) {
   RankState& r = *w.rank;
-  if (r.table.is_shared(task.block)) {
-    add(r.shared_done, 1);
-    co_return;
-  }
+  if (r.table.is_shared(task.block)) return add(r.shared_done, 1);
   const std::int64_t tiles = pipeline::num_fc2_tiles(problem_.hidden),
                      slab = pipeline::slab_of_tile(task.tile, num_slabs(), tiles);
   if (combine_by_comm()) {
-    r.memory.serve(now_, r.block_rows[static_cast<std::size_t>(task.block.v)] *
-                             pipeline::kFc2TileCols * cost_.elem);
-    add(r.y_ready[static_cast<std::size_t>(slab * r.routed_blocks +
-                                           r.table.routed_idx(task.block))],
-        1);
-    co_return;
+    const double rows = r.block_rows[static_cast<std::size_t>(task.block.v)];
+    r.memory.serve(now_, rows * pipeline::kFc2TileCols * cost_.elem);
+    return add(r.y_ready[static_cast<std::size_t>(slab * r.routed_blocks +
+                                                  r.table.routed_idx(task.block))],
+               1);
   }
   const Range cols = pipeline::tile_range(task.tile, pipeline::kFc2TileCols, problem_.hidden);
-  Time begin = now_;
-  co_await sleep(w, w.push_free);
   w.push_free = push_pieces(r, task.block, static_cast<double>(cols.size()));
-  const Time arrived = w.push_free;
-  if (!gpu()) co_await sleep(w, w.push_free);
-  if (now_ > begin || !gpu())
-    record(w, trace::Kind::combine, task.block.v, task.tile, false, begin, now_);
-  used(w, Use::communicate, begin);
-  const std::int64_t all = r.routed_blocks * pipeline::slab_tiles(slab, num_slabs(), tiles).size();
-  piece_pushed(r, slab, all, arrived);
+  piece_pushed(r, slab, r.routed_blocks * pipeline::slab_tiles(slab, num_slabs(), tiles).size(),
+               w.push_free);
+}
+
+// True if the task has nothing to wait for: the common case, decided without a program of its own.
+bool Simulation::ready(RankState& r, const Task& task) const {
+  if (options_.mechanisms.wave_barrier) return false;
+  const auto b = static_cast<std::size_t>(task.block.v);
+  switch (task.kind) {
+    case TaskKind::fc1:
+    case TaskKind::dgrad: {
+      if (r.table.is_shared(task.block)) return forward();
+      const auto minibatch = static_cast<std::size_t>(
+          pipeline::minibatch_of(r.table, task.block, plan_.minibatch_blocks));
+      if (r.x_ready[minibatch].value < static_cast<std::uint32_t>(r.minibatch_rows[minibatch]))
+        return false;
+      return !forward() || task.block.v - plan_.hidden_ring_blocks < r.table.shared_blocks;
+    }
+    case TaskKind::fc2:
+    case TaskKind::dx: return r.fc1_done[b].value >= r.lead_tiles[b];
+    case TaskKind::wgrad: return task.chunk == r.ready_chunk;
+  }
+  return false;
 }
 
 // Runs tickets in order until `end`.
@@ -131,8 +143,8 @@ Process Simulation::compute_tiles(Worker& w, std::int64_t end) {
   while (r.ticket < end) {
     const std::int64_t ticket = r.ticket++;
     const Task task = forward() ? r.forward.task(ticket) : r.backward.task(ticket);
-    co_await wait_for_task(w, task, ticket);
-    const TileCost cost = task_cost(r, task);
+    if (!ready(r, task)) co_await wait_for_task(w, task, ticket);
+    const TileCost cost = known_cost(r, task);
     const Time begin = now_;
     const Time done = std::max(r.memory.serve(now_, cost.bytes),
                                now_ + static_cast<Time>(cost.cycles * r.cycle_ps));
@@ -142,18 +154,21 @@ Process Simulation::compute_tiles(Worker& w, std::int64_t end) {
     record(w, trace_kind(task.kind), task.kind == TaskKind::wgrad ? task.chunk : task.block.v,
            task.tile, shared, begin, now_);
     used(w, Use::gemm, begin);
+    if (task.kind == TaskKind::fc2 || task.kind == TaskKind::dx) {
+      const Time pushes = now_;
+      if (!shared) co_await sleep(w, w.push_free);  // until the tile before has left
+      combine_tile(w, task);
+      if (!gpu() && !shared && !combine_by_comm()) co_await sleep(w, w.push_free);
+      used(w, Use::communicate, pushes);
+      if (!shared && !combine_by_comm() && (now_ > pushes || !gpu()))
+        record(w, trace::Kind::combine, task.block.v, task.tile, false, pushes, now_);
+    }
     const auto b = static_cast<std::size_t>(task.block.v);
     switch (task.kind) {
       case TaskKind::fc1:
       case TaskKind::dgrad: add(r.fc1_done[b], 1); break;
-      case TaskKind::fc2:
-        co_await combine_tile(w, task);
-        add(r.fc2_done[b], 1);
-        break;
+      case TaskKind::fc2: add(r.fc2_done[b], 1); break;
       case TaskKind::dx:
-        co_await combine_tile(w, task);
-        add(r.trail_done[static_cast<std::size_t>(task.chunk)], 1);
-        break;
       case TaskKind::wgrad: add(r.trail_done[static_cast<std::size_t>(task.chunk)], 1); break;
     }
     add(r.tasks_done, 1);

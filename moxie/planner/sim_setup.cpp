@@ -92,6 +92,7 @@ void Simulation::build_rank(std::int64_t index) {
     r.num_tickets = r.backward.num_tickets();
     r.trail_done.resize(static_cast<std::size_t>(r.backward.chunks.num_chunks));
   }
+  price_tasks(r);
   r.link.out.ps_per_byte = r.link.in.ps_per_byte = 1e3 / machine_[Field::link_raw_gbps];
   r.network.out.ps_per_byte = r.network.in.ps_per_byte = 1e3 / machine_[Field::network_gbps];
   r.memory.ps_per_byte = 1e3 / machine_[Field::hbm_gbps];
@@ -184,17 +185,45 @@ std::int64_t Simulation::sharers(const RankState& r, BlockId b) const {
   return std::max<std::int64_t>(1, band.size());
 }
 
+// What every task of a kind costs, once per block and chunk.
+void Simulation::price_tasks(RankState& r) {
+  using pipeline::Task;
+  using pipeline::TaskKind;
+  for (std::int64_t b = 0; b < r.table.num_blocks; ++b) {
+    const BlockId block{b};
+    const bool shared = r.table.is_shared(block);
+    r.lead_tiles.push_back(static_cast<std::uint32_t>(
+        pipeline::num_fc1_tiles(shared ? problem_.shared.intermediate : problem_.intermediate)));
+    r.lead_cost.push_back(
+        task_cost(r, Task{forward() ? TaskKind::fc1 : TaskKind::dgrad, block, 0, 0}));
+    r.trail_cost.push_back(
+        task_cost(r, Task{forward() ? TaskKind::fc2 : TaskKind::dx, block, 0, 0}));
+  }
+  if (forward()) return;
+  for (std::int64_t c = 0; c < r.backward.chunks.num_chunks; ++c) {
+    const Range blocks = r.backward.chunks.blocks(c);
+    r.chunk_rows.push_back(
+        std::accumulate(r.block_rows.begin() + blocks.begin, r.block_rows.begin() + blocks.end, 0));
+  }
+}
+
+TileCost Simulation::known_cost(const RankState& r, const pipeline::Task& task) const {
+  const auto b = static_cast<std::size_t>(task.block.v);
+  switch (task.kind) {
+    case pipeline::TaskKind::fc1:
+    case pipeline::TaskKind::dgrad: return r.lead_cost[b];
+    case pipeline::TaskKind::fc2:
+    case pipeline::TaskKind::dx: return r.trail_cost[b];
+    case pipeline::TaskKind::wgrad: break;
+  }
+  const auto& chunks = r.backward.chunks;
+  return cost_.wgrad(r.chunk_rows[static_cast<std::size_t>(task.chunk)],
+                     r.backward.wgrad_of(task.chunk).tile(task.tile),
+                     chunks.first_of_expert(task.chunk), chunks.last_of_expert(task.chunk));
+}
+
 TileCost Simulation::task_cost(const RankState& r, const pipeline::Task& task) const {
   const auto b = static_cast<std::size_t>(task.block.v);
-  if (task.kind == pipeline::TaskKind::wgrad) {
-    const auto& chunks = r.backward.chunks;
-    std::int64_t rows = 0;
-    const Range blocks = chunks.blocks(task.chunk);
-    for (std::int64_t i = blocks.begin; i < blocks.end; ++i)
-      rows += r.block_rows[static_cast<std::size_t>(i)];
-    return cost_.wgrad(rows, r.backward.wgrad_of(task.chunk).tile(task.tile),
-                       chunks.first_of_expert(task.chunk), chunks.last_of_expert(task.chunk));
-  }
   const bool shared = r.table.is_shared(task.block);
   const std::int64_t width = shared ? problem_.shared.intermediate : problem_.intermediate;
   const std::int64_t rows = r.block_rows[b], same = sharers(r, task.block);
@@ -206,26 +235,15 @@ TileCost Simulation::task_cost(const RankState& r, const pipeline::Task& task) c
   }
 }
 
-// Cycles of all tiles of the rank, from one tile of each kind per block (chunk).
 double Simulation::gemm_cycles(const RankState& r) const {
-  using pipeline::Task;
-  using pipeline::TaskKind;
   double cycles = 0;
-  for (std::int64_t b = 0; b < r.table.num_blocks; ++b) {
-    const bool shared = r.table.is_shared(BlockId{b});
-    const std::int64_t width = shared ? problem_.shared.intermediate : problem_.intermediate;
-    const auto one = [&](TaskKind kind) {
-      return task_cost(r, Task{kind, BlockId{b}, 0, 0}).cycles;
-    };
-    cycles += static_cast<double>(pipeline::num_fc1_tiles(width)) *
-              one(forward() ? TaskKind::fc1 : TaskKind::dgrad);
-    cycles += static_cast<double>(pipeline::num_fc2_tiles(problem_.hidden)) *
-              one(forward() ? TaskKind::fc2 : TaskKind::dx);
+  const auto fc2_tiles = static_cast<double>(pipeline::num_fc2_tiles(problem_.hidden));
+  for (std::size_t b = 0; b < r.lead_cost.size(); ++b)
+    cycles += r.lead_tiles[b] * r.lead_cost[b].cycles + fc2_tiles * r.trail_cost[b].cycles;
+  for (std::int64_t c = 0; !forward() && c < r.backward.chunks.num_chunks; ++c) {
+    pipeline::Task task{pipeline::TaskKind::wgrad, BlockId{}, c, 0};
+    cycles += static_cast<double>(r.backward.wgrad_of(c).size()) * known_cost(r, task).cycles;
   }
-  if (forward()) return cycles;
-  for (std::int64_t c = 0; c < r.backward.chunks.num_chunks; ++c)
-    cycles += static_cast<double>(r.backward.wgrad_of(c).size()) *
-              task_cost(r, Task{TaskKind::wgrad, BlockId{}, c, 0}).cycles;
   return cycles;
 }
 
@@ -274,9 +292,9 @@ void Simulation::add_workers(RankState& r) {
     compute = split() ? sms - 1 : sms - options_.comm_ctas;
   }
   for (std::int64_t i = 0; i < comm + compute; ++i) {
-    auto w = std::make_unique<Worker>();
+    Worker* w = &workers_.emplace_back();
     w->rank = &r;
-    w->id = static_cast<std::uint32_t>(workers_.size());
+    w->id = static_cast<std::uint32_t>(workers_.size() - 1);
     w->role = i < comm ? Role::comm : Role::compute;
     w->idx = static_cast<std::int32_t>(i < comm ? i : i - comm);
     w->spare = spare && w->role == Role::comm;
@@ -284,7 +302,6 @@ void Simulation::add_workers(RankState& r) {
                                 : !split() && gpu() ? Field::sm_beside_gbps
                                                     : Field::sm_pull_gbps];
     w->merge_gbps = machine_[w->spare ? Field::spare_merge_gbps : Field::sm_merge_gbps];
-    workers_.push_back(std::move(w));
   }
 }
 

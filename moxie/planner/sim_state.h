@@ -2,6 +2,7 @@
 // programs. The roles are in sim_comm.cpp and sim_compute.cpp, named as in backend_cpu.
 #pragma once
 #include <coroutine>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -25,7 +26,6 @@ struct Worker {
   bool spare = false;  // warps of a CTA that a compute worker is counted for
   double dispatch_gbps = 0, merge_gbps = 0;
   Process program;
-  std::coroutine_handle<> at;  // where it goes on when its event comes
   Worker* next_waiter = nullptr;
   std::uint32_t wanted = 0;
   Time push_free = 0;  // its last push has left then
@@ -68,12 +68,15 @@ struct RankState {
   std::vector<BlockSource> sources;
   std::vector<PushUnit> push_units;
   std::vector<float> fresh;  // [R, E_local] share of rows that dispatch moves; empty: all
-  std::vector<std::int32_t> minibatch_rows;
+  std::vector<std::int32_t> minibatch_rows, chunk_rows;
+  std::vector<std::uint32_t> lead_tiles;        // [num_blocks] FC1 (dgrad) tiles
+  std::vector<TileCost> lead_cost, trail_cost;  // [num_blocks] FC1 (dgrad), FC2 (dX)
   // counters
   std::vector<Counter> x_ready, fc1_done, fc2_done, trail_done, y_ready;
   Counter stage_done, schedule_ready, shared_done, merge_done, tasks_done, closed;
   std::array<Counter, pipeline::kMaxPhases> phase;
   std::int64_t ticket = 0, dispatch_unit = 0, combine_unit = 0, merge_unit = 0;
+  std::int64_t ready_chunk = -1;  // wgrad tiles of this chunk have nothing to wait for
   std::int64_t wave_kind = -1, wave_band = -1, wave_begin = 0;
   Gathered inputs_ready, agreement;
   std::array<Gathered, pipeline::kMaxSlabs> returns_done;
@@ -97,12 +100,14 @@ class Simulation {
   void build_rank(std::int64_t r);
   void build_sources(RankState& r);
   void build_push_units();
+  void price_tasks(RankState& r);
   void judge_power(RankState& r);
   void add_workers(RankState& r);
   double gemm_cycles(const RankState& r) const;
   double moved_bytes(const RankState& r) const;
   std::int64_t sharers(const RankState& r, BlockId b) const;
   TileCost task_cost(const RankState& r, const pipeline::Task& task) const;
+  TileCost known_cost(const RankState& r, const pipeline::Task& task) const;
 
   // sim_roles: one program per worker
   Process program(Worker& w);
@@ -119,7 +124,8 @@ class Simulation {
   Process finish_pass(Worker& w);
   Process compute_tiles(Worker& w, std::int64_t end);
   Process wait_for_task(Worker& w, const pipeline::Task& task, std::int64_t ticket);
-  Process combine_tile(Worker& w, const pipeline::Task& task);
+  void combine_tile(Worker& w, const pipeline::Task& task);
+  bool ready(RankState& r, const pipeline::Task& task) const;
 
   // what workers await
   struct Sleep {
@@ -128,7 +134,7 @@ class Simulation {
     Time until;
     bool await_ready() const noexcept { return until <= sim.now_; }
     void await_suspend(std::coroutine_handle<> h) const {
-      w.at = h;
+      sim.goes_on_[w.id] = h;
       sim.queue_.push(until, w.id);
     }
     void await_resume() const noexcept {}
@@ -190,7 +196,8 @@ class Simulation {
   const double row_bytes_;
   const std::int64_t domain_;
   std::vector<std::unique_ptr<RankState>> ranks_;
-  std::vector<std::unique_ptr<Worker>> workers_;
+  std::deque<Worker> workers_;  // never moves: programs hold references
+  std::vector<std::coroutine_handle<>> goes_on_;  // [workers] where each resumes
   EventQueue queue_;
   struct Delivery {
     Counter* counter = nullptr;

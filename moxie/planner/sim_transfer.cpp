@@ -8,7 +8,7 @@ namespace moxie::planner {
 using pipeline::Range;
 
 void Simulation::Await::await_suspend(std::coroutine_handle<> h) const {
-  w.at = h;
+  sim.goes_on_[w.id] = h;
   w.wanted = wanted;
   w.next_waiter = nullptr;
   (counter.last != nullptr ? counter.last->next_waiter : counter.first) = &w;

@@ -100,18 +100,25 @@ Process Simulation::program(Worker& w) {
 }
 
 SimResult Simulation::run() {
-  for (const auto& w : workers_) {
-    w->program = program(*w);
-    w->at = w->program.handle();
-    queue_.push(0, w->id);
+  for (Worker& w : workers_) {
+    w.program = program(w);
+    goes_on_.push_back(w.program.handle());
+    queue_.push(0, w.id);
   }
   SimResult result;
   while (!queue_.empty()) {
     const QueuedEvent event = queue_.pop();
     now_ = event.time;
+    // Thousands of programs do not fit the cache: ask for the next one's state while this one runs.
+    if (!queue_.empty() && queue_.next() < workers_.size()) {
+      const char* state = static_cast<const char*>(goes_on_[queue_.next()].address());
+      for (int line = 0; line < 6; ++line) __builtin_prefetch(state + 64 * line);
+      const char* worker = reinterpret_cast<const char*>(&workers_[queue_.next()]);
+      for (int line = 0; line < 3; ++line) __builtin_prefetch(worker + 64 * line);
+    }
     ++result.num_events;
     if (event.id < workers_.size()) {
-      workers_[event.id]->at.resume();
+      goes_on_[event.id].resume();
     } else {
       const std::uint32_t at = event.id - static_cast<std::uint32_t>(workers_.size());
       const Delivery delivery = deliveries_[at];
@@ -119,23 +126,22 @@ SimResult Simulation::run() {
       add(*delivery.counter, delivery.amount);
     }
   }
-  for (const auto& w : workers_) {
-    if (w->done < 0) {
+  for (Worker& w : workers_) {
+    if (w.done < 0) {
       throw Error(ErrorCode::invalid_plan,
                   fmt::format("this plan would deadlock: worker {} of rank {} waits for ever; "
                               "pipeline::check must refuse it",
-                              w->idx, w->rank->me.v));
+                              w.idx, w.rank->me.v));
     }
-    w->rank->end = std::max(w->rank->end, w->done);
+    w.rank->end = std::max(w.rank->end, w.done);
   }
-  for (const auto& w : workers_) {
+  for (Worker& w : workers_) {
     // What no role accounts for is waiting at the end.
-    const Time known = std::accumulate(w->use.begin(), w->use.end(), Time{0});
-    w->use[static_cast<std::size_t>(Use::tail)] += std::max<Time>(0, w->rank->end - known);
-    Uses& sums =
-        w->role == Role::compute || (gpu() && !w->spare) ? result.ctas : result.spare_warps;
+    const Time known = std::accumulate(w.use.begin(), w.use.end(), Time{0});
+    w.use[static_cast<std::size_t>(Use::tail)] += std::max<Time>(0, w.rank->end - known);
+    Uses& sums = w.role == Role::compute || (gpu() && !w.spare) ? result.ctas : result.spare_warps;
     for (std::size_t i = 0; i < kNumUses; ++i)
-      sums[i] += static_cast<double>(w->use[i]) / kPsPerSecond;
+      sums[i] += static_cast<double>(w.use[i]) / kPsPerSecond;
   }
   const auto ports = [&](Port RankState::*port, LinkUse& use, double rate) {
     for (const auto& r : ranks_) {
@@ -161,9 +167,9 @@ SimResult Simulation::run() {
   if (!options_.trace) return result;
   trace::Trace& t = result.trace;
   t.num_ranks = static_cast<std::int32_t>(ranks_.size());
-  for (const auto& w : workers_) {
-    if (w->rank != ranks_.front().get()) break;
-    ++(w->role == Role::comm ? t.comm_workers : t.compute_workers);
+  for (Worker& w : workers_) {
+    if (w.rank != ranks_.front().get()) break;
+    ++(w.role == Role::comm ? t.comm_workers : t.compute_workers);
   }
   t.title = fmt::format("{} on {}, {} ranks, {} {} (simulated)", name(options_.direction),
                         machine_.device, problem_.num_ranks, name(plan_.mode), name(plan_.order));
