@@ -36,6 +36,7 @@ struct Worker {
 // A count that workers wait for, and those that do.
 struct Counter {
   std::uint32_t value = 0;
+  std::uint32_t least_wanted = UINT32_MAX;  // of those who wait
   Worker* first = nullptr;
   Worker* last = nullptr;
 };
@@ -196,7 +197,7 @@ class Simulation {
   const double row_bytes_;
   const std::int64_t domain_;
   std::vector<std::unique_ptr<RankState>> ranks_;
-  std::deque<Worker> workers_;  // never moves: programs hold references
+  std::deque<Worker> workers_;                    // never moves: programs hold references
   std::vector<std::coroutine_handle<>> goes_on_;  // [workers] where each resumes
   EventQueue queue_;
   struct Delivery {

@@ -10,6 +10,7 @@ using pipeline::Range;
 void Simulation::Await::await_suspend(std::coroutine_handle<> h) const {
   sim.goes_on_[w.id] = h;
   w.wanted = wanted;
+  counter.least_wanted = std::min(counter.least_wanted, wanted);
   w.next_waiter = nullptr;
   (counter.last != nullptr ? counter.last->next_waiter : counter.first) = &w;
   counter.last = &w;
@@ -42,8 +43,10 @@ void Simulation::waited(const Await& a) {
 
 void Simulation::add(Counter& counter, std::uint32_t amount) {
   counter.value += amount;
+  if (counter.value < counter.least_wanted) return;
   Worker* waiter = counter.first;
   counter.first = counter.last = nullptr;
+  counter.least_wanted = UINT32_MAX;
   while (waiter != nullptr) {
     Worker* next = waiter->next_waiter;
     waiter->next_waiter = nullptr;
@@ -52,6 +55,7 @@ void Simulation::add(Counter& counter, std::uint32_t amount) {
     } else {
       (counter.last != nullptr ? counter.last->next_waiter : counter.first) = waiter;
       counter.last = waiter;
+      counter.least_wanted = std::min(counter.least_wanted, waiter->wanted);
     }
     waiter = next;
   }
