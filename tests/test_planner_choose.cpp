@@ -41,10 +41,14 @@ Plan reduced_plan(const Problem& small, Plan plan) {
                      backward = plan.backward_ring_blocks;
   plan.x_ring_blocks = plan.hidden_ring_blocks = plan.backward_ring_blocks = 0;
   plan = pipeline::resolve(small, plan);
-  plan.x_ring_blocks = std::min(x, plan.x_ring_blocks);
+  const std::int64_t least = pipeline::min_x_ring_blocks(plan.band_blocks, plan.minibatch_blocks);
+  plan.x_ring_blocks = std::min(std::max(x, least), plan.x_ring_blocks);
   if (plan.order == TaskOrder::lag)
     plan.hidden_ring_blocks = std::min(hidden, plan.hidden_ring_blocks);
-  plan.backward_ring_blocks = std::min(backward, plan.backward_ring_blocks);
+  const std::int64_t least_backward =
+      pipeline::min_backward_ring_blocks(plan.chunk_blocks, plan.lag_chunks, plan.minibatch_blocks);
+  plan.backward_ring_blocks =
+      std::min(std::max(backward, least_backward), plan.backward_ring_blocks);
   return plan;
 }
 
@@ -58,7 +62,10 @@ TEST_P(PlannerPresets, PlansAreLegalForEveryPresetAndRun) {
     for (const std::int64_t ranks : {1, 2, 4, 8, 72}) {
       SCOPED_TRACE(std::string(preset.name) + " R=" + std::to_string(ranks));
       PlanRequest request;
-      request.problem = preset_problem(preset, ranks, 512);
+      request.problem = preset_problem(preset, ranks, 128);
+      request.all_ranks = false;
+      // Backward too where ranks hold few enough experts for a quick test.
+      request.passes = ranks >= 8 ? Passes::both : Passes::forward;
       if (ranks > preset.num_experts) {
         ++refused;
         expect_error(
@@ -72,11 +79,9 @@ TEST_P(PlannerPresets, PlansAreLegalForEveryPresetAndRun) {
       for (const RatedPlan* plan : {&c.chosen, &c.alternatives.front()}) {
         EXPECT_NO_THROW(pipeline::check(request.problem, plan->plan));
         EXPECT_GT(plan->forward_ms, 0);
-        EXPECT_GT(plan->backward_ms, 0);
+        EXPECT_EQ(plan->backward_ms > 0, ranks >= 8);
       }
       EXPECT_EQ(c.alternatives.size(), 5u);
-      EXPECT_GE(c.forward.ms, c.forward_bounds.lower_ms()) << "faster than a bound";
-      EXPECT_GE(c.backward.ms, c.backward_bounds.lower_ms()) << "faster than a bound";
       EXPECT_FALSE(c.why.empty());
       Plan run = c.chosen.plan;
       run.capacity_rows = run.saved_rows = run.hidden_ring_blocks = 0;
@@ -110,11 +115,11 @@ TEST(PlannerChoose, SameRequestSameAnswer) {
 }
 
 TEST(PlannerChoose, NeverWorseThanTheDefaultPlanNorThanItsNeighbours) {
-  for (const char* preset : {"kimi-k2.5", "qwen3-30b-a3b", "glm-4.5-air"}) {
+  for (const char* preset : {"moonlight-16b", "qwen3-30b-a3b"}) {
     for (const Passes passes : {Passes::forward, Passes::backward, Passes::both}) {
       SCOPED_TRACE(std::string(preset) + " " + name(passes));
       PlanRequest request;
-      request.problem = preset_problem(find_preset(preset), 2, 2048);
+      request.problem = preset_problem(find_preset(preset), 8, 512);
       request.passes = passes;
       request.memory_gb = 100;
       const PlanChoice c = choose_plan(request, machine(find_device("h200")));
@@ -127,11 +132,33 @@ TEST(PlannerChoose, NeverWorseThanTheDefaultPlanNorThanItsNeighbours) {
   }
 }
 
+// All bounds are of the busiest rank, so only a simulation of all ranks can be held to them.
+TEST(PlannerChoose, NothingIsFasterThanItsBounds) {
+  for (const char* preset : {"qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b"}) {
+    for (const char* device : {"h200", "gb300"}) {
+      for (const std::int64_t tokens : {16, 512, 4096}) {
+        SCOPED_TRACE(std::string(preset) + " " + device + " T=" + std::to_string(tokens));
+        const Problem p = preset_problem(find_preset(preset), 4, tokens);
+        const Machine m = machine(find_device(device));
+        const RoutingCounts routing = make_routing(p, std::vector<std::int64_t>(4, tokens));
+        const Plan plan = pipeline::resolve(p, {});
+        for (const Direction d : {Direction::forward, Direction::backward}) {
+          const Bounds b = bounds(p, plan, busiest_load(p, routing, m), m, d);
+          EXPECT_GE(simulate(p, plan, routing, m, {.direction = d}).ms, b.lower_ms())
+              << name(d) << " GEMM " << b.gemm_ms << " memory " << b.memory_ms << " link "
+              << b.link_ms;
+        }
+      }
+    }
+  }
+}
+
 // Few tokens: launching the stages one by one beats one kernel only where the record says launches
 // are cheap; the planner must at least consider it, and never propose split for large layers.
 TEST(PlannerChoose, LargeLayersAreFused) {
   PlanRequest request;
-  request.problem = preset_problem(find_preset("kimi-k2.5"), 8, 8192);
+  request.problem = preset_problem(find_preset("kimi-k2.5"), 8, 4096);
+  request.all_ranks = false;
   EXPECT_EQ(choose_plan(request, machine(find_device("gb300"))).chosen.plan.mode, ExecMode::fused);
 }
 

@@ -34,10 +34,12 @@ RankLoad busiest_load(const Problem& p, const RoutingCounts& routing, const Mach
                                     : load.network) += static_cast<double>(n);
       }
       load.rows += static_cast<double>(rows);
+      load.experts += rows > 0 ? 1 : 0;
       load.blocks += static_cast<double>(ceil_div(rows, kBlockRows));
     }
     most.rows = std::max(most.rows, load.rows);
     most.blocks = std::max(most.blocks, load.blocks);
+    most.experts = std::max(most.experts, load.experts);
     most.own = std::max(most.own, load.own);
     most.link = std::max(most.link, load.link);
     most.network = std::max(most.network, load.network);
@@ -62,14 +64,13 @@ Bounds bounds(const Problem& p, const Plan& plan, const RankLoad& load, const Ma
   const WireBytes dispatch = plan.dispatch == DispatchMode::pull ? pull_wire(m) : push_wire(m);
   const WireBytes combine = push_wire(m);
   const double tensors = backward ? (x_pulled_again(plan, direction) ? 2 : 1) : 1;
-  const double local_experts = static_cast<double>(ceil_div(p.num_experts, p.num_ranks));
   // What leaves a rank's home port is what its own tokens' routes fetch; for the bound every rank
   // sends what it receives.
   Bounds b;
   const double flops = flops_per_row * (load.rows * width + load.shared_rows * shared);
   b.gemm_ms = flops / rate;
   const double row = h * elem;
-  const double weights = 3 * h * elem * (local_experts * width + shared);
+  const double weights = 3 * h * elem * (load.experts * width + shared);
   const double bytes = weights * (backward ? 2 : 1) + load.rows * row * (tensors + 3) +
                        load.rows * width * elem * (backward ? 8 : 2);
   b.memory_ms = bytes * 1e-6 / m[Field::hbm_gbps];

@@ -7,7 +7,8 @@ namespace moxie::planner {
 
 // Rows of the busiest rank, by where they come from.
 struct RankLoad {
-  double rows = 0, blocks = 0, own = 0, link = 0, network = 0, shared_rows = 0;
+  double rows = 0, blocks = 0, experts = 0;  // experts with rows
+  double own = 0, link = 0, network = 0, shared_rows = 0;
 };
 RankLoad busiest_load(const Problem& problem, const RoutingCounts& routing, const Machine& machine);
 

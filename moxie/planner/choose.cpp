@@ -85,15 +85,15 @@ class Search {
     return list;
   }
 
-  // Simulates the whole machine where that is quick.
+  // Simulates all ranks, if the request does not say otherwise.
   void simulate_whole(RatedPlan& plan, SimResult* forward, SimResult* backward) {
     if (passes_forward()) {
-      SimResult r = run(plan, Direction::forward, false);
+      SimResult r = run(plan, Direction::forward, !request_.all_ranks && symmetric_);
       plan.forward_ms = r.ms;
       if (forward != nullptr) *forward = std::move(r);
     }
     if (passes_backward()) {
-      SimResult r = run(plan, Direction::backward, false);
+      SimResult r = run(plan, Direction::backward, !request_.all_ranks && symmetric_);
       plan.backward_ms = r.ms;
       if (backward != nullptr) *backward = std::move(r);
     }
@@ -294,8 +294,8 @@ PlanChoice choose_plan(const PlanRequest& request, const Machine& machine) {
   choice.assumed = machine.assumed;
   Search search(request, machine, choice);
   Rated best = search.best();
-  // All ranks at once: always for the chosen plan, for the others where it is quick.
-  const bool quick = request.problem.num_ranks * request.problem.max_tokens <= 8 * 8192;
+  // All ranks at once: for the chosen plan, for the others where it is quick.
+  const bool quick = request.all_ranks && request.problem.num_ranks <= 8;
   choice.whole_machine = quick;
   choice.chosen = best.plan;
   search.simulate_whole(choice.chosen, &choice.forward, &choice.backward);

@@ -18,7 +18,8 @@ struct PlanRequest {
   Passes passes = Passes::both;
   RoutingSpec routing = {};
   std::int32_t reserve_sms = 0;
-  double memory_gb = 0;  // heap, workspace and saved rows of one rank; 0: a quarter of its memory
+  bool all_ranks = true;  // simulate the chosen plan on all ranks; false: on one of equal ranks
+  double memory_gb = 0;   // heap, workspace and saved rows of one rank; 0: a quarter of its memory
 };
 
 struct RatedPlan {
