@@ -87,6 +87,8 @@ Json to_json(const Problem& p) {
 Json to_json(const Plan& p) {
   return {{"mode", name(p.mode)},
           {"order", name(p.order)},
+          {"dispatch", name(p.dispatch)},
+          {"combine", name(p.combine)},
           {"num_slabs", p.num_slabs},
           {"band_blocks", p.band_blocks},
           {"lag_bands", p.lag_bands},

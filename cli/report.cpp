@@ -192,11 +192,14 @@ std::string plan_words(const Plan& p) {
   std::string text = fmt::format("{}, {}", name(p.mode), name(p.order));
   text += p.order == TaskOrder::slabs ? fmt::format(" {}", p.num_slabs)
                                       : fmt::format(" {} bands behind", p.lag_bands);
+  if (p.dispatch == DispatchMode::push) text += ", push dispatch";
+  if (p.combine == CombineMode::comm_workers) text += ", combine by communication workers";
   return text + fmt::format(
                     ", band {}, minibatch {}, rings x {} hidden {} backward {}, save {}, {} comm + "
                     "{} compute per rank",
                     p.band_blocks, p.minibatch_blocks, p.x_ring_blocks, p.hidden_ring_blocks,
-                    p.backward_ring_blocks, name(p.save), p.comm_workers, p.compute_workers);
+                    p.backward_ring_blocks, name(p.save), std::max(p.comm_workers, 1),
+                    p.compute_workers);
 }
 
 std::string to_table(const RunReport& report) {

@@ -16,6 +16,8 @@ constexpr std::array<Words, 3> kActivations = {"swiglu", "swiglu_clamped", "gpt_
 constexpr std::array<Words, 2> kRouters = {"softmax", "sigmoid"};
 constexpr std::array<Words, 2> kOrders = {"slabs", "lag"};
 constexpr std::array<Words, 2> kModes = {"fused", "split"};
+constexpr std::array<Words, 2> kDispatches = {"pull", "push"};
+constexpr std::array<Words, 2> kCombines = {"epilogue", "comm_workers"};
 constexpr std::array<Words, 3> kSaves = {"none", "z", "z+x"};
 constexpr std::array<Words, 3> kGemms = {"automatic", "onednn", "plain"};
 
@@ -132,6 +134,11 @@ void add_plan(CLI::App& app, RunOptions& o) {
   };
   group(add_choice(app, "--mode", p.mode, kModes, "one pass, or stage after stage [fused]"));
   group(add_choice(app, "--order", p.order, kOrders, "order of the FC1 and FC2 tiles [slabs]"));
+  group(add_choice(app, "--dispatch", p.dispatch, kDispatches,
+                   "forward: experts' ranks pull rows, or home ranks push them [pull]"));
+  group(add_choice(app, "--combine", p.combine, kCombines,
+                   "forward: who carries results home: the FC2 tile, or communication workers "
+                   "[epilogue]"));
   group(add_integer(app, "--slabs", p.num_slabs, kInt32, "column slabs of FC2 [4]"));
   group(add_integer(app, "--band", p.band_blocks, kInt32, "blocks that share a raster band [8]"));
   group(add_integer(app, "--lag", p.lag_bands, kInt32, "lag order: bands between FC1 and FC2 [2]"));
@@ -153,7 +160,8 @@ void add_plan(CLI::App& app, RunOptions& o) {
   group(add_integer(app, "--saved-rows", p.saved_rows, Range{-1},
                     "rows it is kept for, -1: all [-1]"));
   group(add_integer(app, "--comm-workers", p.comm_workers, kInt32,
-                    "communication workers per rank [1]"));
+                    "communication workers per rank, 0: one thread; on a GPU the spare warps of "
+                    "every CTA [0]"));
   group(add_integer(app, "--compute-workers", p.compute_workers, kInt32,
                     "compute workers per rank [1]"));
 }

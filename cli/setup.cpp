@@ -156,7 +156,9 @@ Setup make_setup(const RunOptions& options) {
 }
 
 std::string in_option_words(std::string sentence) {
-  constexpr std::array<std::pair<std::string_view, std::string_view>, 28> kWords = {{
+  constexpr std::array<std::pair<std::string_view, std::string_view>, 30> kWords = {{
+      {"plan.dispatch", "--dispatch"},
+      {"plan.combine", "--combine"},
       {"plan.num_slabs", "--slabs"},
       {"plan.band_blocks", "--band"},
       {"plan.lag_bands", "--lag"},

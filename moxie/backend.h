@@ -31,6 +31,8 @@ class BackendLayer {
                        ContextState* context, trace::Trace* trace) = 0;
   virtual void backward(const ContextState& context, std::span<const BackwardInput> inputs,
                         std::span<const BackwardOutput> outputs, trace::Trace* trace) = 0;
+  // [T_max, H] where stage puts x of a rank; it copies nothing if the caller's x is there already.
+  virtual std::byte* input_buffer(std::int64_t rank) const = 0;
 
   const std::uint64_t id;  // never used twice in a process: a context outlives its layer without
                            // mistaking another for it

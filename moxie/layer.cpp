@@ -376,6 +376,15 @@ void Layer::backward(const Context& context, std::span<const BackwardInput> inpu
   state_->impl->backward(*context.state_, inputs, outputs, trace);
 }
 
+TensorView Layer::input_buffer(std::int64_t rank) const {
+  const Problem& p = state_->problem;
+  if (rank < 0 || rank >= p.num_ranks) {
+    fail(fmt::format("rank of input_buffer is {}, must be between 0 and {}; nearest legal value {}",
+                     rank, p.num_ranks - 1, rank < 0 ? 0 : p.num_ranks - 1));
+  }
+  return {state_->impl->input_buffer(rank), p.dtype, {p.max_tokens, p.hidden}};
+}
+
 std::vector<BufferBytes> Layer::memory() const {
   std::vector<BufferBytes> out;
   for (const auto& b : pipeline::buffer_bytes(state_->problem, state_->plan))

@@ -69,7 +69,7 @@ struct BackwardOutput {
   WeightGrads grads = {};
 };
 
-// Faults a test can inject into the CPU backend. The defaults inject nothing.
+// Faults a test can inject. The defaults inject nothing.
 struct FaultInjection {
   std::uint64_t shuffle_seed =
       0;  // != 0: seeded random yields and delays before every protocol step
@@ -82,6 +82,10 @@ struct FaultInjection {
   std::int32_t kill_worker = 0;
   std::int32_t kill_after_steps = 0;  // ... after so many protocol steps
   std::int32_t back_to_back = 1;  // CPU: passes per call; no rank waits for another between them
+  bool keep_schedule =
+      false;  // CUDA, to measure what it saves: nothing is staged, sorted or agreed on, the tables
+              // of the layer's last pass hold. Right only if every rank's inputs are those of then
+  bool skip_merge = false;  // CUDA, to measure what it costs: y is not written
 };
 
 struct WorldOptions {
@@ -164,7 +168,7 @@ class Layer {
   ~Layer();
 
   const Problem& problem() const;
-  const Plan& plan() const;  // resolved: no zeros left
+  const Plan& plan() const;  // resolved: no zeros left but that of comm_workers
 
   // One entry per rank of the world. `trace`, when given, receives the timeline of this pass.
   Context forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
@@ -176,6 +180,14 @@ class Layer {
              trace::Trace* trace = nullptr);
   void backward(const Context& context, std::span<const BackwardInput> inputs,
                 std::span<const BackwardOutput> outputs, trace::Trace* trace = nullptr);
+
+  // [T_max, H] of the rank's heap, where a pass puts x for its peers to read. A pass whose input.x
+  // points there (T rows from its beginning, forward or backward) makes no copy and leaves them as
+  // they are; a pass of this layer with another x, or any pass of another layer of the world,
+  // overwrites them. It moves when a layer that needs a larger heap (larger H, T_max, K or E) is
+  // made in the same world, and only then: ask again. CUDA: device memory of the rank's GPU, to be
+  // written in stream order.
+  TensorView input_buffer(std::int64_t rank) const;
 
   Context make_context() const;
   std::vector<BufferBytes> memory() const;

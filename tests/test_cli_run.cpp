@@ -53,9 +53,11 @@ TEST_F(CliRun, PlanOptionsReachThePlan) {
       kSmall +
       "--ranks 2 --tokens 600 --order lag --lag 3 --band 2 --minibatch 2 --x-ring 5 --hidden-ring "
       "9 --chunk 2 "
-      "--lag-chunks 2 --backward-ring 8 --save none --comm-workers 2 --compute-workers 3 --slabs 1")
-      ["plan"];
+      "--lag-chunks 2 --backward-ring 8 --save none --comm-workers 2 --compute-workers 3 --slabs 1 "
+      "--dispatch push --combine comm_workers")["plan"];
   EXPECT_EQ(plan["order"], "lag");
+  EXPECT_EQ(plan["dispatch"], "push");
+  EXPECT_EQ(plan["combine"], "comm_workers");
   EXPECT_EQ(plan["lag_bands"], 3);
   EXPECT_EQ(plan["band_blocks"], 2);
   EXPECT_EQ(plan["minibatch_blocks"], 2);
@@ -67,7 +69,11 @@ TEST_F(CliRun, PlanOptionsReachThePlan) {
   EXPECT_EQ(plan["save"], "none");
   EXPECT_EQ(plan["comm_workers"], 2);
   EXPECT_EQ(plan["compute_workers"], 3);
-  EXPECT_EQ(report(kSmall + "--tokens 8 --mode split --save z+x")["plan"]["save"], "z+x");
+  const auto defaults = report(kSmall + "--tokens 8 --mode split --save z+x")["plan"];
+  EXPECT_EQ(defaults["save"], "z+x");
+  EXPECT_EQ(defaults["dispatch"], "pull");
+  EXPECT_EQ(defaults["combine"], "epilogue");
+  EXPECT_EQ(defaults["comm_workers"], 0);
 }
 
 TEST_F(CliRun, ADumpFedBackGivesTheSameBits) {

@@ -62,6 +62,8 @@ struct LostWorker {
   std::int32_t rank, worker, after_steps;
   bool backward;
   ExecMode mode = ExecMode::fused;
+  DispatchMode dispatch = DispatchMode::pull;
+  CombineMode combine = CombineMode::epilogue;
 };
 class LayerLostWorker : public ::testing::TestWithParam<LostWorker> {};
 
@@ -73,6 +75,8 @@ TEST_P(LayerLostWorker, EveryRankReportsInTime) {
   const LayerCase c({p, {40, 33, 52}}, test_seed());
   Plan plan;
   plan.mode = lost.mode;
+  plan.dispatch = lost.dispatch;
+  plan.combine = lost.combine;
   WorldOptions options = world_options(ranks);
   World world = make_world(options);
   Layer layer(world, p, plan);
@@ -134,8 +138,18 @@ INSTANTIATE_TEST_SUITE_P(
                       LostWorker{"comm_in_backward", Role::comm, 2, 0, 2, true},
                       LostWorker{"compute_in_backward", Role::compute, 0, 0, 2, true},
                       LostWorker{"comm_in_split", Role::comm, 1, 0, 1, false, ExecMode::split},
-                      LostWorker{"compute_in_split", Role::compute, 1, 0, 1, true,
-                                 ExecMode::split}),
+                      LostWorker{"compute_in_split", Role::compute, 1, 0, 1, true, ExecMode::split},
+                      // Before it pushes; with rows pushed; when it should carry rows home.
+                      LostWorker{"pusher", Role::comm, 1, 0, 9, false, ExecMode::fused,
+                                 DispatchMode::push},
+                      LostWorker{"pusher_later", Role::comm, 2, 0, 22, false, ExecMode::fused,
+                                 DispatchMode::push, CombineMode::comm_workers},
+                      LostWorker{"carrier", Role::comm, 0, 0, 40, false, ExecMode::fused,
+                                 DispatchMode::pull, CombineMode::comm_workers},
+                      LostWorker{"compute_with_carrier", Role::compute, 1, 0, 5, false,
+                                 ExecMode::fused, DispatchMode::push, CombineMode::comm_workers},
+                      LostWorker{"carrier_in_split", Role::comm, 1, 0, 30, false, ExecMode::split,
+                                 DispatchMode::push, CombineMode::comm_workers}),
     [](const auto& w) { return w.param.name; });
 
 }  // namespace

@@ -30,7 +30,7 @@ TEST(LayerLimits, PlanOptionsOutOfRange) {
       {{"lag_bands", "-2", "1"}, {.order = TaskOrder::lag, .lag_bands = -2}},
       {{"chunk_blocks", "-1", "1"}, {.chunk_blocks = -1}},
       {{"lag_chunks", "-1", "1"}, {.lag_chunks = -1}},
-      {{"comm_workers", "0", "1"}, {.comm_workers = 0}},
+      {{"comm_workers", "-1", "0"}, {.comm_workers = -1}},
       {{"compute_workers", "-5", "1"}, {.compute_workers = -5}},
       {{"capacity_rows", "130", "128"}, {.capacity_rows = 130}},
       {{"capacity_rows", "1", "128"}, {.capacity_rows = 1}},

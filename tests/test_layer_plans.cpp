@@ -132,6 +132,41 @@ std::vector<NamedPlan> split_plans() {
   return plans;
 }
 
+// Push dispatch and combine by communication workers, alone and together, in every mode.
+std::vector<NamedPlan> option_plans(const Problem& problem) {
+  std::vector<NamedPlan> plans;
+  const auto add = [&](const std::string& label, const Plan& base) {
+    for (const auto dispatch : {DispatchMode::pull, DispatchMode::push})
+      for (const auto combine : {CombineMode::epilogue, CombineMode::comm_workers}) {
+        Plan p = base;
+        p.dispatch = dispatch, p.combine = combine;
+        plans.push_back({label + "_" + name(dispatch) + "_" + name(combine), p});
+      }
+  };
+  for (std::int32_t comm : {0, 1, 3}) {
+    const std::string workers = "_comm" + std::to_string(comm);
+    for (std::int32_t slabs : {1, 2}) {
+      Plan p;
+      p.num_slabs = slabs, p.comm_workers = comm, p.compute_workers = 2;
+      p.save = SavePolicy::z_and_x;
+      add("slabs" + std::to_string(slabs) + workers, p);
+      p.band_blocks = 1 + slabs, p.minibatch_blocks = 3;
+      p.saved_rows = 256;
+      add("slabs" + std::to_string(slabs) + workers + "_min_rings", with_rings(problem, p, 0));
+    }
+    for (std::int32_t band : {1, 2}) {
+      Plan p = lag_plan(band, 1, 3 - band);
+      p.num_slabs = band, p.comm_workers = comm;
+      add("lag_band" + std::to_string(band) + workers, with_rings(problem, p, 0));
+    }
+    Plan split;
+    split.mode = ExecMode::split;
+    split.comm_workers = comm;
+    add("split" + workers, split);
+  }
+  return plans;
+}
+
 class LayerPlans : public ::testing::TestWithParam<DType> {
  protected:
   LayerPlans()
@@ -161,8 +196,10 @@ TEST_P(LayerPlans, ForwardOptions) { expect_same(forward_plans(problem())); }
 TEST_P(LayerPlans, BackwardOptions) { expect_same(backward_plans(problem())); }
 TEST_P(LayerPlans, Workers) { expect_same(worker_plans(problem())); }
 TEST_P(LayerPlans, SplitMode) { expect_same(split_plans()); }
+TEST_P(LayerPlans, DispatchAndCombine) { expect_same(option_plans(problem())); }
 TEST_P(LayerPlans, Shuffled) {
   expect_same(worker_plans(problem()), test_seed() | 1);
+  expect_same(option_plans(problem()), test_seed() | 1);
   expect_same(split_plans(), test_seed() | 1);
 }
 TEST_P(LayerPlans, CapacityThatJustSuffices) {
@@ -186,6 +223,52 @@ TEST_P(LayerPlans, CapacityThatJustSuffices) {
     ADD_FAILURE() << "one block less than needed was accepted";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::capacity_exceeded) << error.what();
+  }
+}
+
+// The options on routings that leave ranks, experts and blocks empty or crowded, with experts that
+// do not divide among the ranks, and with a capacity below the worst case, so that ranks must
+// agree.
+TEST_P(LayerPlans, DispatchAndCombineOnEdgeRoutings) {
+  struct Edge {
+    std::int64_t ranks, experts, top_k;
+    std::vector<std::int64_t> tokens;
+    Routing routing;
+    bool shared;
+  };
+  const Edge edges[] = {
+      {3, 7, 2, {130, 0, 77}, Routing::one_expert, true},
+      {3, 10, 3, {17, 129, 1}, Routing::masked, true},
+      {4, 3, 1, {0, 130, 0, 0}, Routing::zipf, false},
+      {5, 5, 4, {1, 0, 64, 130, 7}, Routing::duplicates, true},
+      {2, 4, 4, {0, 0}, Routing::uniform, true},
+      {1, 6, 3, {130}, Routing::zipf, true},
+  };
+  for (const Edge& edge : edges) {
+    Problem p = small_problem(edge.ranks, edge.experts, edge.top_k, 320, 64, GetParam());
+    p.max_tokens = 130;
+    if (edge.shared) p.shared = {.intermediate = 64, .output_gate = true};
+    const LayerCase c({p, edge.tokens, edge.routing}, test_seed());
+    const PassOutputs reference = run_alone(c);
+    expect_close(c, reference_of(c), reference);
+    World world = make_world(world_options(edge.ranks));
+    for (const auto order : {TaskOrder::slabs, TaskOrder::lag})
+      for (const auto combine : {CombineMode::epilogue, CombineMode::comm_workers}) {
+        Plan plan = lag_plan(1, 1, 2);
+        plan.order = order, plan.num_slabs = 2;
+        plan.dispatch = DispatchMode::push, plan.combine = combine;
+        plan = with_rings(p, plan, 0);
+        // One block less than the worst case, where the routing needs far less.
+        const bool must_agree = order == TaskOrder::lag && edge.routing != Routing::one_expert;
+        const std::int64_t blocks = pipeline::worst_case_blocks(p) - (must_agree ? 1 : 0);
+        plan.capacity_rows = blocks * 128;
+        plan.x_ring_blocks = std::min(plan.x_ring_blocks, blocks);
+        plan.hidden_ring_blocks = std::min(plan.hidden_ring_blocks, blocks);
+        plan.backward_ring_blocks = 0;
+        Layer layer(world, p, plan);
+        ASSERT_TRUE(same_bits(reference, run_pass(layer, c)))
+            << edge.ranks << " ranks, " << to_string(layer.plan());
+      }
   }
 }
 

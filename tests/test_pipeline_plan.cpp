@@ -63,10 +63,28 @@ TEST(PipelinePlan, RefusalsNameOptionValueRuleAndNearest) {
             std::string::npos);
   EXPECT_NE(sentence(p, {.capacity_rows = 130}).find("nearest legal value 256"), std::string::npos);
   EXPECT_NE(sentence(p, {.num_slabs = 0}).find("plan.num_slabs is 0"), std::string::npos);
-  EXPECT_NE(sentence(p, {.comm_workers = 0}).find("nearest legal value 1"), std::string::npos);
+  EXPECT_EQ(sentence(p, {.comm_workers = 0}), "");
+  EXPECT_NE(sentence(p, {.comm_workers = -1}).find("nearest legal value 0"), std::string::npos);
   EXPECT_NE(sentence(p, {.saved_rows = 1 << 30}).find("plan.saved_rows"), std::string::npos);
   EXPECT_NE(sentence(p, {.mode = ExecMode::split, .x_ring_blocks = 10}).find("split mode"),
             std::string::npos);
+}
+
+// A row's place in a pass has 32 bits on a GPU.
+TEST(PipelinePlan, AtMost2To24BlocksPerPass) {
+  Problem p = legal();
+  p.num_ranks = 64;
+  p.num_experts = 64;
+  p.max_tokens = 1 << 23;
+  p.top_k = 5;
+  p.hidden = p.intermediate = 64;
+  p.shared.intermediate = 64;
+  const std::int64_t shared_blocks = num_blocks(p.max_tokens), limit = (1 << 24) - shared_blocks;
+  EXPECT_EQ(sentence(p, {.capacity_rows = limit * kBlockRows}), "");
+  EXPECT_EQ(sentence(p, {.capacity_rows = (limit + 1) * kBlockRows}),
+            "plan.capacity_rows 2139095168 makes up to 16777217 blocks per pass, must be at most "
+            "16777216 (a row's place in a pass has 32 bits); nearest legal capacity_rows "
+            "2139095040");
 }
 
 // The bound is compared with the worst routing found by brute force.
@@ -116,24 +134,66 @@ TEST(PipelineLayout, RegionsAreAlignedAndDisjoint) {
   Problem p = legal();
   p.shared = {256, true};
   const Plan plan = resolve(p, {.order = TaskOrder::lag,
+                                .dispatch = DispatchMode::push,
+                                .combine = CombineMode::comm_workers,
                                 .x_ring_blocks = 20,
                                 .hidden_ring_blocks = 30,
                                 .backward_ring_blocks = 25});
   const HeapLayout h = heap_layout(p);
-  expect_disjoint({h.epoch, h.stopped, h.inputs_ready, h.agreement, h.returns_done, h.x_in, h.dy_in,
-                   h.routes_sorted, h.weights_sorted, h.route_begin, h.returns, h.d_weights},
-                  h.num_bytes);
+  expect_disjoint(
+      {h.epoch, h.stopped, h.inputs_ready, h.agreement, h.returns_done, h.x_in, h.dy_in,
+       h.routes_sorted, h.weights_sorted, h.route_begin, h.num_tokens, h.returns, h.d_weights},
+      h.num_bytes);
   const WorkspaceLayout w = workspace_layout(p, plan);
-  const std::vector<Region> tables = {
-      w.row_prefix,  w.source_begin, w.expert_block, w.chunk_block, w.chunk_expert,
-      w.chunk_after, w.step_ticket,  w.ids,          w.origins,     w.shared_weight,
-      w.pass_count,  w.counters,     w.shared_out};
+  std::vector<Region> tables = {w.row_prefix,   w.source_begin,  w.expert_block, w.chunk_block,
+                                w.chunk_expert, w.chunk_after,   w.step_ticket,  w.ids,
+                                w.origins,      w.shared_weight, w.pass_count,   w.counters,
+                                w.shared_out};
+  const std::vector<Region> push = {w.push_first_row, w.push_expert_block, w.push_shared_blocks,
+                                    w.push_unit_begin};
+  for (const Region& r : push) EXPECT_GT(r.num_bytes, 0);
+  EXPECT_GT(w.y.num_bytes, 0);
+  tables.insert(tables.end(), push.begin(), push.end());
   std::vector<Region> forward = tables, backward = tables;
-  forward.insert(forward.end(), {w.x_ring, w.hidden_ring, w.shared_hidden});
+  forward.insert(forward.end(), {w.x_ring, w.hidden_ring, w.shared_hidden, w.y});
   backward.insert(backward.end(), {w.dy_ring, w.xb_ring, w.dgate_ring, w.dup_ring, w.wa_ring,
                                    w.dw_partial, w.wgrad_partial});
   expect_disjoint(forward, w.num_bytes);
   expect_disjoint(backward, w.num_bytes);
+}
+
+TEST(PipelineLayout, UnusedOptionsTakeNoMemory) {
+  const Problem p = legal();
+  const WorkspaceLayout w = workspace_layout(p, resolve(p, {}));
+  for (const Region& r :
+       {w.push_first_row, w.push_expert_block, w.push_shared_blocks, w.push_unit_begin, w.y})
+    EXPECT_EQ(r.num_bytes, 0);
+  EXPECT_EQ(extents(p, resolve(p, {})).y_counters, 0);
+}
+
+TEST(PipelineLayout, PoisonSparesWhatLivesOn) {
+  Problem p = legal();
+  p.shared = {256, true};
+  const HeapLayout h = heap_layout(p);
+  const WorkspaceLayout w = workspace_layout(p, resolve(p, {}));
+  const auto hits = [](const std::vector<Region>& list, const Region& r) {
+    return std::ranges::any_of(list, [&](const Region& one) {
+      return one.offset < r.offset + r.num_bytes && r.offset < one.offset + one.num_bytes;
+    });
+  };
+  for (const bool in_place : {false, true}) {
+    const auto heap = poisoned_heap(h, in_place);
+    for (const Region& r : {h.epoch, h.stopped, h.inputs_ready, h.agreement, h.returns_done})
+      EXPECT_FALSE(hits(heap, r));
+    EXPECT_EQ(hits(heap, h.x_in), !in_place);
+    for (const Region& r : {h.dy_in, h.routes_sorted, h.route_begin, h.returns, h.d_weights})
+      EXPECT_TRUE(hits(heap, r));
+  }
+  const auto workspace = poisoned_workspace(w);
+  EXPECT_FALSE(hits(workspace, w.pass_count));
+  EXPECT_FALSE(hits(workspace, w.counters));
+  for (const Region& r : {w.row_prefix, w.origins, w.shared_out, w.x_ring, w.hidden_ring})
+    EXPECT_TRUE(hits(workspace, r));
 }
 
 // Rows times H just over 2^31: virtual sizes, nothing is allocated.

@@ -52,6 +52,10 @@ Plan lag_plan(std::int32_t band, std::int32_t minibatch, std::int32_t comm, std:
 std::vector<Scene> scenes() {
   Plan slabs{
       .num_slabs = 1, .band_blocks = 1, .chunk_blocks = 1, .comm_workers = 1, .compute_workers = 2};
+  Plan push = lag_plan(1, 1, 2, 2), push_combine = lag_plan(1, 2, 2, 1);
+  push.dispatch = push_combine.dispatch = DispatchMode::push;
+  push_combine.combine = CombineMode::comm_workers;
+  push_combine.save = SavePolicy::z_and_x;
   Plan split{.mode = ExecMode::split, .comm_workers = 2, .compute_workers = 2};
   return {
       {"lag_2ranks", 2, 8, 2, {40, 13}, Routing::zipf, true, lag_plan(1, 1, 2, 2)},
@@ -71,6 +75,10 @@ std::vector<Scene> scenes() {
        lag_plan(1, 1, 1, 3),
        1000},
       {"split_3ranks", 3, 6, 2, {20, 31, 0}, Routing::uniform, true, split},
+      // Home ranks write into the rings and counters of their peers; the rings have one slot or
+      // two.
+      {"push_4ranks", 4, 5, 2, {40, 31, 0, 40}, Routing::zipf, true, push},
+      {"push_combine_3ranks", 3, 7, 2, {40, 1, 33}, Routing::duplicates, false, push_combine},
   };
 }
 
@@ -115,13 +123,13 @@ TEST_P(Protocol, ShuffledPassesGiveTheSameBits) {
 // moment it leaves a pass. One rank is late in all of them, so the others are a pass ahead of it
 // all the time. That is the proof of docs/protocol.md that leaving needs no barrier, put to the
 // test.
-TEST(ProtocolBackToBack, RanksMayBeAPassAhead) {
+void run_back_to_back(Plan plan) {
   const Problem p = small_problem(4, 9, 2);
   const LayerCase c({p, {3, 40, 0, 21}, Routing::uniform}, test_seed());
   WorldOptions options = world_options(4);
   options.gemm = HostGemm::plain;
   World world = make_world(options);
-  Layer layer(world, p, tight(lag_plan(1, 1, 2, 2), p));
+  Layer layer(world, p, tight(plan, p));
   const PassOutputs want = run_pass(layer, c);
   for (std::int32_t late = 0; late < 4; ++late) {
     FaultInjection faults;
@@ -134,6 +142,13 @@ TEST(ProtocolBackToBack, RanksMayBeAPassAhead) {
     world.set_faults(faults);
     ASSERT_TRUE(same_bits(want, run_pass(layer, c))) << "rank " << late << " late";
   }
+}
+TEST(ProtocolBackToBack, RanksMayBeAPassAhead) { run_back_to_back(lag_plan(1, 1, 2, 2)); }
+TEST(ProtocolBackToBack, RanksMayBeAPassAheadAndPush) {
+  Plan plan = lag_plan(1, 1, 2, 2);
+  plan.dispatch = DispatchMode::push;
+  plan.combine = CombineMode::comm_workers;
+  run_back_to_back(plan);
 }
 
 // Two layers take turns on one heap with different shapes: a rank that is early in one must not

@@ -28,7 +28,7 @@ void end_phase(Worker<T>& w, std::int64_t phase) {
   RankPass<T>& r = w.rank();
   const std::int64_t word = r.shape.counters.phase + phase;
   w.add(word, 1);
-  w.wait_counter(word, r.plan().comm_workers + r.plan().compute_workers, WaitFor::phase, phase);
+  w.wait_counter(word, r.shape.comm_workers + r.plan().compute_workers, WaitFor::phase, phase);
 }
 
 template <class T>
@@ -56,7 +56,11 @@ void run_split(Worker<T>& w) {
     compute_tiles(w, end);
     end_phase(w, phase++);
   }
-  merge_returns(w);
+  if (r.combine() == CombineMode::comm_workers) {
+    for (std::int64_t s = 0; s < r.num_slabs(); ++s) combine_slab(w, s);
+    end_phase(w, phase++);
+  }
+  merge_slabs(w, r.num_slabs());
   finish_pass(w);
   close_pass(w);
 }
@@ -71,7 +75,7 @@ void run_fused(Worker<T>& w, Role role) {
     dispatch_rows(w);
   else
     compute_tiles(w, r.num_tickets);
-  merge_returns(w);  // compute workers join when their tickets are out
+  return_rows(w);  // compute workers join when their tickets are out
   finish_pass(w);
   close_pass(w);
 }
@@ -107,6 +111,7 @@ template <class T>
 void poison_inputs(const RankPass<T>& r) {
   const pipeline::HeapLayout& h = r.shape.heap;
   for (const pipeline::Region& region : {h.x_in, h.dy_in, h.routes_sorted, h.weights_sorted}) {
+    if (region.offset == h.x_in.offset && r.x_in_place()) continue;  // the caller's, not staged
     std::memset(r.template heap<std::byte>(region), 0xFF,
                 static_cast<std::size_t>(region.num_bytes));
   }
@@ -134,10 +139,11 @@ class CpuLayer final : public BackendLayer {
                ContextState* context, trace::Trace* trace) override;
   void backward(const ContextState& context, std::span<const BackwardInput> inputs,
                 std::span<const BackwardOutput> outputs, trace::Trace* trace) override;
+  std::byte* input_buffer(std::int64_t rank) const override;
 
  private:
   std::int64_t workers_per_rank() const {
-    return shape_.plan.comm_workers + shape_.plan.compute_workers;
+    return shape_.comm_workers + shape_.plan.compute_workers;
   }
   std::byte* scratch(std::int64_t rank, std::int64_t worker) const {
     return scratch_.get() + (rank * workers_per_rank() + worker) * scratch_bytes_;
@@ -146,12 +152,13 @@ class CpuLayer final : public BackendLayer {
   void run(Direction direction, const std::function<void(RankPass<T>&)>& bind, trace::Trace* trace);
   template <class T>
   void throw_if_failed(const std::vector<RankRun<T>>& runs);
-  void poison(CpuContext* fill);
+  void poison(CpuContext* fill, const std::function<const void*(std::size_t)>& x);
   void clear_counters();
 
   CpuBackend& backend_;
   LayerShape shape_;
   std::vector<transport::AlignedBytes> workspaces_;  // [R]
+  std::vector<std::byte*> workspace_bases_;          // [R]
   transport::AlignedBytes scratch_;
   std::int64_t scratch_bytes_ = 0;  // per worker
   std::uint64_t generation_ = 0;    // of the world when the counters last started from zero
@@ -212,7 +219,8 @@ LayerShape make_shape(const Problem& problem, const Plan& plan) {
   s.counters = pipeline::counter_layout(s.extents);
   s.saves_z = plan.save != SavePolicy::none;
   s.saves_x = plan.save == SavePolicy::z_and_x;
-  s.saved_blocks = s.saves_z ? plan.saved_rows / pipeline::kBlockRows : 0;
+  s.saved_blocks = pipeline::saved_blocks(plan);
+  s.comm_workers = std::max(plan.comm_workers, 1);
   return s;
 }
 
@@ -223,25 +231,26 @@ CpuLayer::CpuLayer(CpuBackend& backend, const Problem& problem, const Plan& plan
   scratch_ = transport::allocate_bytes(problem.num_ranks * workers_per_rank() * scratch_bytes_);
   for (std::int64_t r = 0; r < problem.num_ranks; ++r) {
     workspaces_.push_back(transport::allocate_bytes(shape_.workspace.num_bytes));
+    workspace_bases_.push_back(workspaces_.back().get());
   }
+}
+
+std::byte* CpuLayer::input_buffer(std::int64_t rank) const {
+  return backend_.peers().at<std::byte>(RankId{rank}, shape_.heap.x_in.offset);
 }
 
 std::unique_ptr<ContextState> CpuLayer::make_context() {
   auto context = std::make_unique<CpuContext>();
   const Problem& p = shape_.problem;
-  const std::int64_t elem = size_bytes(p.dtype), rows = shape_.saved_blocks * pipeline::kBlockRows;
-  const std::int64_t z = rows * 2 * p.intermediate * elem,
-                     x = shape_.saves_x ? rows * p.hidden * elem : 0;
-  const std::int64_t shared_z =
-      shape_.saves_z ? p.max_tokens * 2 * p.shared.intermediate * elem : 0;
+  const pipeline::ContextBytes bytes = pipeline::context_bytes(p, shape_.plan);
   for (std::int64_t r = 0; r < p.num_ranks; ++r) {
     RankContext rank;
     rank.ids.resize(static_cast<std::size_t>(p.max_tokens * p.top_k));
     rank.weights.resize(rank.ids.size());
-    rank.z = transport::allocate_bytes(z);
-    rank.x = transport::allocate_bytes(x);
-    rank.shared_z = transport::allocate_bytes(shared_z);
-    context->num_bytes += z + x + shared_z + p.max_tokens * p.top_k * 8;
+    rank.z = transport::allocate_bytes(bytes.z);
+    rank.x = transport::allocate_bytes(bytes.x);
+    rank.shared_z = transport::allocate_bytes(bytes.shared_z);
+    context->num_bytes += bytes.total();
     context->ranks.push_back(std::move(rank));
   }
   return context;
@@ -258,28 +267,26 @@ void CpuLayer::clear_counters() {
 }
 
 // Fault injection: every byte that a pass must write before it reads becomes 0xFF, a NaN in either
-// storage type.
-void CpuLayer::poison(CpuContext* fill) {
-  for (std::int64_t r = 0; r < shape_.problem.num_ranks; ++r) {
-    std::memset(backend_.peers().at<std::byte>(RankId{r}, shape_.heap.signals_bytes), 0xFF,
-                static_cast<std::size_t>(shape_.heap.num_bytes - shape_.heap.signals_bytes));
-    std::byte* workspace = workspaces_[static_cast<std::size_t>(r)].get();
-    std::memset(workspace, 0xFF, static_cast<std::size_t>(shape_.workspace.pass_count.offset));
-    std::memset(
-        workspace + shape_.workspace.tables_bytes, 0xFF,
-        static_cast<std::size_t>(shape_.workspace.num_bytes - shape_.workspace.tables_bytes));
+// storage type. x[r] is rank r's input.
+void CpuLayer::poison(CpuContext* fill, const std::function<const void*(std::size_t)>& x) {
+  const auto spoil = [](std::byte* data, std::int64_t num_bytes) {
+    std::memset(data, 0xFF, static_cast<std::size_t>(num_bytes));
+  };
+  const pipeline::ContextBytes saved = pipeline::context_bytes(shape_.problem, shape_.plan);
+  for (std::size_t r = 0; r < workspaces_.size(); ++r) {
+    const RankId rank{static_cast<std::int64_t>(r)};
+    const bool x_in_place = x(r) == input_buffer(rank.v);
+    for (const pipeline::Region& region : pipeline::poisoned_heap(shape_.heap, x_in_place))
+      spoil(backend_.peers().at<std::byte>(rank, region.offset), region.num_bytes);
+    for (const pipeline::Region& region : pipeline::poisoned_workspace(shape_.workspace))
+      spoil(workspaces_[r].get() + region.offset, region.num_bytes);
     if (fill == nullptr) continue;
-    RankContext& c = fill->ranks[static_cast<std::size_t>(r)];
-    const std::int64_t elem = size_bytes(shape_.problem.dtype),
-                       rows = shape_.saved_blocks * pipeline::kBlockRows;
-    std::memset(c.z.get(), 0xFF,
-                static_cast<std::size_t>(rows * 2 * shape_.problem.intermediate * elem));
-    if (shape_.saves_x)
-      std::memset(c.x.get(), 0xFF, static_cast<std::size_t>(rows * shape_.problem.hidden * elem));
+    const RankContext& c = fill->ranks[r];
+    spoil(c.z.get(), saved.z);
+    spoil(c.x.get(), saved.x);
+    spoil(c.shared_z.get(), saved.shared_z);
   }
-  std::memset(
-      scratch_.get(), 0xFF,
-      static_cast<std::size_t>(shape_.problem.num_ranks * workers_per_rank() * scratch_bytes_));
+  spoil(scratch_.get(), shape_.problem.num_ranks * workers_per_rank() * scratch_bytes_);
 }
 
 template <class T>
@@ -346,9 +353,9 @@ void CpuLayer::run(Direction direction, const std::function<void(RankPass<T>&)>&
     const RankId me{static_cast<std::int64_t>(i)};
     runs[i].between = std::make_unique<std::barrier<>>(static_cast<std::ptrdiff_t>(workers));
     for (int k = 0; k < num_passes; ++k) {
-      auto r = std::unique_ptr<RankPass<T>>(
-          new RankPass<T>{shape_, direction, me, backend_.peers(), workspaces_[i].get(),
-                          backend_.gemm(), backend_.options().faults, 0, 0, begin});
+      auto r = std::unique_ptr<RankPass<T>>(new RankPass<T>{
+          shape_, direction, me, backend_.peers(), transport::PeerMemory{workspace_bases_},
+          backend_.gemm(), backend_.options().faults, 0, 0, begin});
       r->watch.timeout_s = backend_.options().timeout_s;
       r->epoch =
           *r->template heap<std::uint64_t>(shape_.heap.epoch) + 1 + static_cast<std::uint64_t>(k);
@@ -363,9 +370,9 @@ void CpuLayer::run(Direction direction, const std::function<void(RankPass<T>&)>&
     std::vector<std::jthread> threads;
     for (std::size_t i = 0; i < runs.size(); ++i) {
       for (std::size_t k = 0; k < workers; ++k) {
-        const bool comm = k < static_cast<std::size_t>(plan.comm_workers);
-        const auto idx =
-            static_cast<std::int32_t>(comm ? k : k - static_cast<std::size_t>(plan.comm_workers));
+        const auto comm_workers = static_cast<std::size_t>(shape_.comm_workers);
+        const bool comm = k < comm_workers;
+        const auto idx = static_cast<std::int32_t>(comm ? k : k - comm_workers);
         threads.emplace_back(run_passes<T>, std::cref(runs[i]), comm ? Role::comm : Role::compute,
                              idx,
                              scratch(static_cast<std::int64_t>(i), static_cast<std::int64_t>(k)),
@@ -375,7 +382,7 @@ void CpuLayer::run(Direction direction, const std::function<void(RankPass<T>&)>&
   }
   if (trace != nullptr) {
     trace->num_ranks = static_cast<std::int32_t>(p.num_ranks);
-    trace->comm_workers = plan.comm_workers;
+    trace->comm_workers = shape_.comm_workers;
     trace->compute_workers = plan.compute_workers;
     trace->title =
         fmt::format("{}, {} ranks, {} {}", direction == Direction::forward ? "forward" : "backward",
@@ -401,6 +408,7 @@ struct ForwardBind {
     r.weights = &in.weights;
     r.out = outputs[i].y.as<T>();
     r.fill = fill != nullptr ? &fill->ranks[i] : nullptr;
+    if (fill != nullptr) r.all_fill = fill->ranks;
   }
 };
 
@@ -425,7 +433,8 @@ struct BackwardBind {
 void CpuLayer::forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
                        ContextState* context, trace::Trace* trace) {
   auto* fill = static_cast<CpuContext*>(context);
-  if (backend_.options().faults.poison_workspace) poison(fill);
+  if (backend_.options().faults.poison_workspace)
+    poison(fill, [&](std::size_t r) { return inputs[r].x.data; });
   if (shape_.problem.dtype == DType::f32)
     run<float>(Direction::forward, ForwardBind<float>{inputs, outputs, fill}, trace);
   else
@@ -435,7 +444,8 @@ void CpuLayer::forward(std::span<const ForwardInput> inputs, std::span<const For
 void CpuLayer::backward(const ContextState& context, std::span<const BackwardInput> inputs,
                         std::span<const BackwardOutput> outputs, trace::Trace* trace) {
   const auto* saved = static_cast<const CpuContext*>(&context);
-  if (backend_.options().faults.poison_workspace) poison(nullptr);
+  if (backend_.options().faults.poison_workspace)
+    poison(nullptr, [&](std::size_t r) { return inputs[r].x.data; });
   if (shape_.problem.dtype == DType::f32)
     run<float>(Direction::backward, BackwardBind<float>{inputs, outputs, saved}, trace);
   else

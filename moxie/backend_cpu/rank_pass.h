@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "moxie/expert/expert_ref.h"
@@ -41,6 +42,7 @@ struct LayerShape {
   pipeline::CounterLayout counters;
   std::int64_t saved_blocks = 0;  // routed blocks whose z (and x) a context keeps
   bool saves_z = false, saves_x = false;
+  std::int32_t comm_workers = 1;  // threads of a rank; plan.comm_workers 0 means one
 };
 
 // First wait that expired on this rank, and the flag that makes all its other waits give up.
@@ -56,8 +58,8 @@ struct RankPass {
   const LayerShape& shape;
   Direction direction;
   RankId me;
-  transport::PeerMemory peers;
-  std::byte* workspace;
+  transport::PeerMemory peers;       // heaps
+  transport::PeerMemory workspaces;  // of all ranks: push dispatch writes into them
   const expert::HostGemmEngine& gemm;
   const FaultInjection& faults;
   std::uint64_t epoch = 0;       // of the heap: tags signals
@@ -75,6 +77,7 @@ struct RankPass {
   T* out = nullptr;                    // [T, H]  y or dx
   float* d_route_weights = nullptr;    // [T, K]  backward
   RankContext* fill = nullptr;         // forward: context to fill, or null
+  std::span<RankContext> all_fill;     // forward: of all ranks, or empty
   const RankContext* saved = nullptr;  // backward
 
   // results of the schedule, valid after schedule_ready
@@ -82,6 +85,7 @@ struct RankPass {
   schedule::BadRoute bad_route;
   std::int64_t wanted_blocks = 0;  // routed blocks this pass needs
   pipeline::BlockTable table;
+  pipeline::PushTable push;  // push dispatch
   pipeline::ForwardStream forward;
   pipeline::BackwardStream backward;
   std::int64_t num_tickets = 0;
@@ -93,10 +97,18 @@ struct RankPass {
   std::int64_t num_slabs() const {
     return direction == Direction::forward ? shape.plan.num_slabs : 1;
   }
+  // The options are about the forward pass; backward always pulls and pushes from the epilogue.
+  DispatchMode dispatch() const {
+    return direction == Direction::forward ? shape.plan.dispatch : DispatchMode::pull;
+  }
+  CombineMode combine() const {
+    return direction == Direction::forward ? shape.plan.combine : CombineMode::epilogue;
+  }
+  bool x_in_place() const { return x == heap<T>(shape.heap.x_in); }
 
   template <class U>
   U* ws(const pipeline::Region& region) const {
-    return reinterpret_cast<U*>(workspace + region.offset);
+    return workspaces.at<U>(me, region.offset);
   }
   template <class U>
   U* heap(const pipeline::Region& region) const {
@@ -105,11 +117,14 @@ struct RankPass {
   std::uint64_t& signal(RankId at, const pipeline::Region& region, std::int64_t idx) const {
     return peers.at<std::uint64_t>(at, region.offset)[idx];
   }
-  std::uint32_t& counter(std::int64_t word) const {
-    return ws<std::uint32_t>(
-        shape.workspace
-            .counters)[pipeline::counter_bank(pass_count) * shape.workspace.counter_words + word];
+  // All ranks run the same passes of a layer, so a peer's bank is the own one.
+  std::uint32_t& counter_of(RankId rank, std::int64_t word) const {
+    return workspaces.at<std::uint32_t>(
+        rank,
+        shape.workspace.counters
+            .offset)[pipeline::counter_bank(pass_count) * shape.workspace.counter_words + word];
   }
+  std::uint32_t& counter(std::int64_t word) const { return counter_of(me, word); }
 
   // expert of a block
   bool shared(BlockId b) const { return table.is_shared(b); }
@@ -137,6 +152,12 @@ struct RankPass {
 
   bool x_saved(BlockId b) const {
     return shape.saves_x && table.routed_idx(b) < shape.saved_blocks;
+  }
+  T* y_rows(BlockId b) const {  // [128, H]  combine by communication workers
+    return slot(shape.workspace.y, table.routed_idx(b), problem().hidden);
+  }
+  std::int64_t y_ready_word(std::int64_t slab, BlockId b) const {
+    return shape.counters.y_ready + slab * shape.extents.routed_blocks + table.routed_idx(b);
   }
   T* x_rows(BlockId b) const;       // [128, H]
   T* hidden_rows(BlockId b) const;  // [128, I]  forward

@@ -1,14 +1,13 @@
-// Communication roles of the CPU twin, the same for both directions: stage, schedule, dispatch,
-// merge. They follow a token from its home rank to its experts' ranks and back. Who waits for whom:
-// docs/protocol.md.
+// How a pass of the CPU twin begins and ends, the same in both directions: stage and schedule,
+// finish and close. What lies between is in roles_dispatch.h, roles_compute.h and roles_return.h.
+// Who waits for whom: docs/protocol.md.
 #pragma once
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include "moxie/backend_cpu/worker.h"
-#include "moxie/dispatch/dispatch_ref.h"
-#include "moxie/merge/merge_ref.h"
+#include "moxie/schedule/push_ref.h"
 #include "moxie/schedule/schedule_ref.h"
 
 namespace moxie::backend_cpu {
@@ -45,6 +44,7 @@ void sort_own_routes(Worker<T>& w) {
                         r.template heap<std::int32_t>(r.shape.heap.routes_sorted),
                         r.template heap<float>(r.shape.heap.weights_sorted),
                         r.template heap<std::int32_t>(r.shape.heap.route_begin));
+  *r.template heap<std::int32_t>(r.shape.heap.num_tokens) = static_cast<std::int32_t>(r.num_tokens);
 }
 
 // Weight of the shared expert's rows: 1, or the sigmoid of a dot product in column order.
@@ -81,7 +81,7 @@ void stage(Worker<T>& w) {
     while (const auto unit = w.claim(c.stage_unit, ceil_div(r.num_tokens, pipeline::kTokenUnit))) {
       const Range tokens = pipeline::tile_range(*unit, pipeline::kTokenUnit, r.num_tokens);
       const std::int64_t at = tokens.begin * h, count = tokens.size() * h;
-      std::copy_n(r.x + at, count, r.template heap<T>(r.shape.heap.x_in) + at);
+      if (!r.x_in_place()) std::copy_n(r.x + at, count, r.template heap<T>(r.shape.heap.x_in) + at);
       if (r.direction == Direction::backward)
         std::copy_n(r.dy + at, count, r.template heap<T>(r.shape.heap.dy_in) + at);
       if (r.problem().shared.intermediate > 0) stage_shared_weights(r, tokens);
@@ -93,6 +93,21 @@ void stage(Worker<T>& w) {
   const Verdict own = r.bad_route.route >= 0 ? Verdict::invalid_route : Verdict::go;
   w.raise_everywhere(r.shape.heap.inputs_ready, r.me.v,
                      pipeline::make_signal(r.epoch, static_cast<std::uint32_t>(own)));
+}
+
+template <class T>
+void build_push_table(RankPass<T>& r, std::span<const std::int32_t* const> peer_route_begin) {
+  std::vector<std::int32_t> peer_tokens;
+  for (std::int64_t i = 0; i < r.problem().num_ranks; ++i)
+    peer_tokens.push_back(
+        *r.peers.template at<const std::int32_t>(RankId{i}, r.shape.heap.num_tokens.offset));
+  const pipeline::WorkspaceLayout& l = r.shape.workspace;
+  r.push = schedule::build_push(r.problem(), r.me, peer_route_begin, peer_tokens,
+                                r.shape.extents.routed_blocks,
+                                r.template ws<std::int32_t>(l.push_first_row),
+                                r.template ws<std::int32_t>(l.push_expert_block),
+                                r.template ws<std::int32_t>(l.push_shared_blocks),
+                                r.template ws<std::int32_t>(l.push_unit_begin));
 }
 
 // Leader: waits for every peer's inputs, and if somebody objects, or the capacity is not proven,
@@ -118,6 +133,7 @@ Verdict agree(Worker<T>& w) {
                                      r.template ws<std::int32_t>(r.shape.workspace.expert_block));
     r.wanted_blocks = r.table.num_blocks - r.table.shared_blocks;
     if (r.wanted_blocks > r.shape.extents.routed_blocks) verdict = Verdict::capacity_exceeded;
+    if (r.dispatch() == DispatchMode::push) build_push_table(r, peer_route_begin);
   }
   const bool proven = r.shape.extents.routed_blocks >= pipeline::worst_case_blocks(p);
   if (verdict == Verdict::go && proven) return verdict;
@@ -169,113 +185,6 @@ void announce_slab(Worker<T>& w, std::int64_t slab) {
   RankPass<T>& r = w.rank();
   w.raise_everywhere(r.shape.heap.returns_done, r.me.v * pipeline::kMaxSlabs + slab,
                      pipeline::make_signal(r.epoch));
-}
-
-// Waits until the ring slot that `b` will use is free.
-template <class T>
-void wait_slot_free(Worker<T>& w, BlockId b) {
-  RankPass<T>& r = w.rank();
-  const auto& c = r.shape.counters;
-  if (r.direction == Direction::forward) {
-    const BlockId holder{b.v - r.plan().x_ring_blocks};
-    if (holder.v < r.table.shared_blocks) return;
-    w.wait_counter(c.fc1_done + holder.v, r.forward.fc1_tiles, WaitFor::x_slot_free, holder.v);
-  } else {
-    const BlockId holder{b.v - r.plan().backward_ring_blocks};
-    if (holder.v < 0) return;
-    const std::int64_t chunk = r.backward.chunks.chunk_of(holder);
-    w.wait_counter(c.trail_done + chunk, r.backward.trail_tickets(chunk), WaitFor::x_slot_free,
-                   chunk);
-  }
-}
-
-// Pulls rows into ring slots, in block order.
-template <class T>
-void dispatch_rows(Worker<T>& w) {
-  RankPass<T>& r = w.rank();
-  const std::int64_t row_elems = r.problem().hidden,
-                     row_bytes = row_elems * static_cast<std::int64_t>(sizeof(T));
-  while (const auto unit =
-             w.claim(r.shape.counters.dispatch_unit, pipeline::num_dispatch_units(r.table))) {
-    const pipeline::DispatchUnit u = pipeline::dispatch_unit(r.table, *unit);
-    if (u.rows.size() == 0) continue;
-    wait_slot_free(w, u.block);
-    w.traced(trace::Kind::dispatch, u.block.v, -1, false, [&] {
-      pipeline::RowOrigin* origins = r.origins(u.block);
-      dispatch::resolve_origins(r.table, r.shape.heap, r.peers, u.block, u.rows, origins);
-      auto pull = [&](const pipeline::Region& tensor, T* block, T* keep) {
-        dispatch::pull_rows(r.peers, origins, u.rows, r.problem().top_k, row_bytes,
-                            {tensor.offset, reinterpret_cast<std::byte*>(block),
-                             reinterpret_cast<std::byte*>(keep)});
-      };
-      if (r.direction == Direction::forward) {
-        T* keep = r.fill != nullptr && r.x_saved(u.block)
-                      ? reinterpret_cast<T*>(r.fill->x.get()) +
-                            r.table.routed_idx(u.block) * pipeline::kBlockRows * row_elems
-                      : nullptr;
-        pull(r.shape.heap.x_in, r.x_rows(u.block), keep);
-      } else {
-        pull(r.shape.heap.dy_in, const_cast<T*>(r.dy_rows(u.block)), nullptr);
-        if (!r.x_saved(u.block)) pull(r.shape.heap.x_in, r.x_rows(u.block), nullptr);
-      }
-    });
-    w.add(r.shape.counters.x_ready +
-              pipeline::minibatch_of(r.table, u.block, r.plan().minibatch_blocks),
-          static_cast<std::uint32_t>(u.rows.size()));
-  }
-}
-
-template <class T>
-void wait_rows_ready(Worker<T>& w, BlockId b) {
-  RankPass<T>& r = w.rank();
-  const std::int64_t idx = pipeline::minibatch_of(r.table, b, r.plan().minibatch_blocks);
-  const pipeline::Minibatch m = pipeline::minibatch(r.table, idx, r.plan().minibatch_blocks);
-  w.wait_counter(r.shape.counters.x_ready + idx, m.rows, WaitFor::x_ready, m.blocks.begin);
-}
-
-// Shared-expert tiles (FC2 or dX) this pass must finish before a merge may read shared_out.
-template <class T>
-std::int64_t shared_tiles(const RankPass<T>& r) {
-  return r.table.shared_blocks * pipeline::num_fc2_tiles(r.problem().hidden);
-}
-
-template <class T>
-void merge_slab(Worker<T>& w, const pipeline::MergeUnit& unit) {
-  RankPass<T>& r = w.rank();
-  const Problem& p = r.problem();
-  const std::int64_t tiles = pipeline::num_fc2_tiles(p.hidden);
-  const Range slab = pipeline::slab_tiles(unit.slab, r.num_slabs(), tiles);
-  const Range cols{slab.begin * pipeline::kFc2TileCols,
-                   min64(slab.end * pipeline::kFc2TileCols, p.hidden)};
-  const auto* ids = r.template ws<const std::int32_t>(r.shape.workspace.ids);
-  const T* shared_out =
-      p.shared.intermediate > 0 ? r.template ws<const T>(r.shape.workspace.shared_out) : nullptr;
-  merge::merge_tokens<T>(ids, r.template heap<const T>(r.shape.heap.returns), shared_out,
-                         unit.tokens, cols, p.top_k, p.hidden, r.out);
-  if (r.direction == Direction::forward) return;
-  const auto* d_weights = r.template heap<const float>(r.shape.heap.d_weights);
-  for (std::int64_t i = unit.tokens.begin * p.top_k; i < unit.tokens.end * p.top_k; ++i) {
-    r.d_route_weights[i] = ids[i] >= 0 ? d_weights[i] : 0.0f;
-  }
-}
-
-// Merges token ranges slab by slab as soon as every peer has pushed that slab.
-template <class T>
-void merge_returns(Worker<T>& w) {
-  RankPass<T>& r = w.rank();
-  const auto& c = r.shape.counters;
-  const std::uint64_t wanted = pipeline::make_signal(r.epoch);
-  while (const auto at =
-             w.claim(c.merge_unit, pipeline::num_merge_units(r.num_tokens, r.num_slabs()))) {
-    const pipeline::MergeUnit unit = pipeline::merge_unit(*at, r.num_tokens);
-    for (std::int64_t i = 0; i < r.problem().num_ranks; ++i) {
-      w.wait_signal(r.shape.heap.returns_done, i * pipeline::kMaxSlabs + unit.slab, wanted,
-                    WaitFor::returns_done, i);
-    }
-    w.wait_counter(c.shared_done, shared_tiles(r), WaitFor::shared_done, 0);
-    w.traced(trace::Kind::merge, *at, unit.slab, false, [&] { merge_slab(w, unit); });
-    w.add(c.merge_done, 1);
-  }
 }
 
 // The last act of the leader, also of a pass that was called off: the next one begins at the next

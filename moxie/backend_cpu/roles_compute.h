@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "moxie/backend_cpu/roles_comm.h"
-#include "moxie/combine/combine_ref.h"
+#include "moxie/backend_cpu/roles_dispatch.h"
+#include "moxie/backend_cpu/roles_return.h"
 #include "moxie/expert/expert_ref.h"
 
 namespace moxie::backend_cpu {
@@ -13,31 +13,35 @@ namespace moxie::backend_cpu {
 using pipeline::Task;
 using pipeline::TaskKind;
 
-// A finished row-piece tile goes home; the one that completes its slab tells every peer.
+// A finished row-piece tile goes home, or waits in y until a communication worker carries it there.
 template <class T>
 void combine_tile(Worker<T>& w, BlockId b, std::int64_t tile, Range cols) {
   RankPass<T>& r = w.rank();
   const auto& c = r.shape.counters;
   const std::int64_t h = r.problem().hidden, rows = r.table.rows(b), n = cols.size();
   const float* pieces = w.scratch().c0;
-  if (r.shared(b)) {
-    T* out = r.template ws<T>(r.shape.workspace.shared_out) + b.v * pipeline::kBlockRows * h +
-             cols.begin;
+  const auto store = [&](T* out) {
     for (std::int64_t i = 0; i < rows; ++i) {
       for (std::int64_t j = 0; j < n; ++j) out[i * h + j] = T(pieces[i * n + j]);
     }
+  };
+  if (r.shared(b)) {
+    store(r.template ws<T>(r.shape.workspace.shared_out) + b.v * pipeline::kBlockRows * h +
+          cols.begin);
     w.add(c.shared_done, 1);
+    return;
+  }
+  const std::int64_t slab = pipeline::slab_of_tile(tile, r.num_slabs(), pipeline::num_fc2_tiles(h));
+  if (r.combine() == CombineMode::comm_workers) {
+    store(r.y_rows(b) + cols.begin);
+    w.add(r.y_ready_word(slab, b), 1);
     return;
   }
   w.traced(trace::Kind::combine, b.v, tile, false, [&] {
     combine::push_pieces<T>(r.peers, r.shape.heap.returns.offset, r.origins(b), rows, cols, h,
                             pieces);
   });
-  const std::int64_t tiles = pipeline::num_fc2_tiles(h),
-                     slab = pipeline::slab_of_tile(tile, r.num_slabs(), tiles);
-  const std::int64_t all =
-      r.wanted_blocks * pipeline::slab_tiles(slab, r.num_slabs(), tiles).size();
-  if (w.add(c.slab_done + slab, 1) == all) announce_slab(w, slab);
+  count_home(w, slab);
 }
 
 template <class T>

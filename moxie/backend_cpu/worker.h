@@ -46,15 +46,26 @@ class Worker {
     return std::nullopt;
   }
 
-  // Adds to a local counter; returns the new count. acq_rel: releases this worker's writes to
-  // whoever waits for the count, and lets the worker that completes it see everybody else's.
+  // Adds to a counter of the own rank; returns the new count. acq_rel: releases this worker's
+  // writes to whoever waits for the count, and lets the worker that completes it see everybody
+  // else's.
   std::uint32_t add(std::int64_t counter, std::uint32_t amount) {
-    step();
-    return std::atomic_ref(rank_.counter(counter)).fetch_add(amount, std::memory_order_acq_rel) +
-           amount;
+    return add_at(rank_.me, counter, amount);
   }
   void wait_counter(std::int64_t counter, std::int64_t wanted, WaitFor what, std::int64_t idx) {
-    await(rank_.counter(counter), static_cast<std::uint32_t>(wanted), what, idx);
+    wait_counter_of(rank_.me, counter, wanted, what, idx);
+  }
+
+  // The same with counters of a peer's workspace: push dispatch.
+  std::uint32_t add_at(RankId rank, std::int64_t counter, std::uint32_t amount) {
+    step();
+    return std::atomic_ref(rank_.counter_of(rank, counter))
+               .fetch_add(amount, std::memory_order_acq_rel) +
+           amount;
+  }
+  void wait_counter_of(RankId rank, std::int64_t counter, std::int64_t wanted, WaitFor what,
+                       std::int64_t idx) {
+    await(rank_.counter_of(rank, counter), static_cast<std::uint32_t>(wanted), what, idx);
   }
 
   // Writes a word into the heap of every rank, own included. release: what this rank wrote before -

@@ -56,6 +56,7 @@ WaitRecord to_record(const device::ExpiredWait& e) {
   record.wanted = e.wanted;
   record.seen = e.seen;
   record.epoch = e.epoch;
+  record.told_by = static_cast<std::int32_t>(e.told_by) - 1;
   // A wait inside the GEMM loop (a stage, a ticket) is a task that does not come to its end.
   record.what =
       e.what >= kWaitForBase ? static_cast<WaitFor>(e.what - kWaitForBase) : WaitFor::tasks_done;
@@ -76,7 +77,8 @@ CudaBackend::CudaBackend(const WorldOptions& options, const CudaOptions& cuda)
       cuda_(cuda),
       devices_(choose_devices(options, cuda)),
       heaps_(static_cast<std::size_t>(options.num_ranks)),
-      abort_flag_(devices_[0], sizeof(std::uint32_t), "the abort flag"),
+      abort_flag_(devices_[0], (1 + options.num_ranks) * 4, "the abort flag"),
+      expired_(static_cast<std::size_t>(options.num_ranks)),
       reports_(static_cast<std::size_t>(options.num_ranks)) {
   if (options.validate_finite) {
     unavailable(
@@ -85,7 +87,19 @@ CudaBackend::CudaBackend(const WorldOptions& options, const CudaOptions& cuda)
   }
   find_groups();
   enable_peers();
-  check_cuda(cudaMemset(abort_flag_.get(), 0, sizeof(std::uint32_t)), "clearing the abort flag");
+  clear_abort_flag();
+}
+
+void CudaBackend::clear_abort_flag() {
+  check_cuda(cudaMemset(abort_flag_.get(), 0, static_cast<std::size_t>(1 + num_ranks()) * 4),
+             "clearing the abort flag");
+}
+
+bool CudaBackend::stopped() const {
+  for (std::int64_t r = 0; r < num_ranks(); ++r) {
+    if (expired_[static_cast<std::size_t>(r)].written != 0) return true;
+  }
+  return false;
 }
 
 CudaBackend::~CudaBackend() {
@@ -153,7 +167,7 @@ void CudaBackend::reset() {
     check_cuda(cudaMemset(heap(r), 0, static_cast<std::size_t>(signals_bytes_)),
                "clearing signals");
   }
-  check_cuda(cudaMemset(abort_flag_.get(), 0, sizeof(std::uint32_t)), "clearing the abort flag");
+  clear_abort_flag();
   for (CudaLayer* layer : layers_) layer->clear_counters();
   synchronize_devices();
   expired_.clear();
@@ -189,12 +203,19 @@ void CudaBackend::synchronize() {
 }
 
 void CudaBackend::throw_if_failed() {
-  if (expired_[0].written != 0) {
-    std::vector<WaitRecord> waits(1);
-    waits[0] = to_record(expired_[0]);
+  std::vector<WaitRecord> waits;
+  for (std::int64_t r = 0; r < num_ranks(); ++r) {
+    const device::ExpiredWait& expired = expired_[static_cast<std::size_t>(r)];
+    if (expired.written != 0) waits.push_back(to_record(expired));
+  }
+  if (!waits.empty()) {
+    // The sentence names the rank whose own time was up; the others were told by it.
+    const auto first =
+        std::find_if(waits.begin(), waits.end(), [](const WaitRecord& w) { return w.told_by < 0; });
     const std::string what =
-        sentence("1 of {} ranks gave up after {} s: {}; call World::reset() before the next pass",
-                 num_ranks(), options_.timeout_s, to_string(waits[0]));
+        sentence("{} of {} ranks gave up after {} s: {}; call World::reset() before the next pass",
+                 waits.size(), num_ranks(), options_.timeout_s,
+                 to_string(first != waits.end() ? *first : waits.front()));
     throw Error(ErrorCode::timeout, what, std::move(waits));
   }
   for (std::int64_t r = 0; r < num_ranks(); ++r) {

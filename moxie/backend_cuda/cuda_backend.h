@@ -31,7 +31,7 @@ class CudaBackend final : public Backend {
   std::int64_t num_ranks() const override { return options_.num_ranks; }
   const WorldOptions& options() const override { return options_; }
   std::unique_ptr<BackendLayer> make_layer(const Problem& problem, const Plan& plan) override;
-  bool stopped() const override { return expired_[0].written != 0; }
+  bool stopped() const override;
   void reset() override;
   void set_timeout(double seconds) override { options_.timeout_s = seconds; }
   void set_faults(const FaultInjection& faults) override { options_.faults = faults; }
@@ -59,6 +59,7 @@ class CudaBackend final : public Backend {
   void enable_peers();
   void throw_if_failed();
   void synchronize_devices() const;
+  void clear_abort_flag();
 
   WorldOptions options_;
   CudaOptions cuda_;
@@ -66,9 +67,10 @@ class CudaBackend final : public Backend {
   std::vector<DeviceGroup> groups_;
   std::vector<DeviceBytes> heaps_;  // [R]
   std::int64_t heap_bytes_ = 0, signals_bytes_ = 0;
-  DeviceBytes abort_flag_;  // on rank 0's GPU; every wait of every GPU looks at it
-  MappedHost<device::ExpiredWait> expired_{1};
-  MappedHost<PassReport> reports_;  // [R]
+  DeviceBytes abort_flag_;  // u32 [1 + R] on rank 0's GPU: the flag that every wait of every GPU
+                            // looks at, and each rank's claim
+  MappedHost<device::ExpiredWait> expired_;  // [R]
+  MappedHost<PassReport> reports_;           // [R]
   std::vector<CudaLayer*> layers_;
   cudaStream_t stream_ = nullptr;
   Problem problem_;

@@ -23,8 +23,13 @@ void check_supported(const Problem& p, const Plan& plan) {
   if (p.dtype != DType::bf16)
     unavailable(sentence("dtype {} is not available in a CUDA world, must be bf16; use World::cpu",
                          name(p.dtype)));
-  if (plan.mode != ExecMode::fused)
-    unavailable("plan.mode split is not available in a CUDA world, must be fused; use World::cpu");
+  if (plan.dispatch != DispatchMode::pull)
+    unavailable(
+        "plan.dispatch push is not available in a CUDA world, must be pull; use World::cpu");
+  if (plan.combine != CombineMode::epilogue)
+    unavailable(
+        "plan.combine comm_workers is not available in a CUDA world, must be epilogue; use "
+        "World::cpu");
   if (p.top_k > merge::kMaxSlots)
     unavailable(sentence("top_k is {}, must be at most {} in a CUDA world; nearest legal value {}",
                          p.top_k, merge::kMaxSlots, merge::kMaxSlots));
@@ -47,6 +52,15 @@ std::int32_t choose_cluster_size(const Problem& p, const Plan& plan, std::int32_
       unavailable(
           "cuda.cluster_size 2 is not available in lag order, must be 0 or 1; nearest legal value "
           "1");
+    return 1;
+  }
+  if (plan.comm_workers % 2 != 0) {
+    if (wanted == 2) {
+      throw Error(ErrorCode::invalid_plan,
+                  sentence("plan.comm_workers is {}, must be even with cuda.cluster_size 2: a "
+                           "cluster's CTAs dispatch together; nearest legal value {}",
+                           plan.comm_workers, plan.comm_workers + 1));
+    }
     return 1;
   }
   const std::int64_t rows_per_expert = p.num_ranks * p.max_tokens * p.top_k / p.num_experts;
@@ -107,8 +121,7 @@ void CudaLayer::fill_common() {
   common_.cuda_workspace = cuda_workspace_layout(problem_, plan_);
   for (std::int64_t r = 0; r < problem_.num_ranks; ++r) common_.heaps[r] = backend_.heap(r);
   common_.proven_blocks = pipeline::worst_case_blocks(problem_);
-  common_.saved_blocks =
-      plan_.save == SavePolicy::none ? 0 : plan_.saved_rows / pipeline::kBlockRows;
+  common_.saved_blocks = pipeline::saved_blocks(plan_);
   common_.abort_flag = backend_.abort_flag();
   common_.expired = backend_.expired();
 }
@@ -241,22 +254,16 @@ void CudaLayer::bind_context(std::int64_t rank, const CudaContext* context) {
 
 std::unique_ptr<ContextState> CudaLayer::make_context() {
   auto context = std::make_unique<CudaContext>();
-  const Problem& p = problem_;
-  const std::int64_t rows = common_.saved_blocks * pipeline::kBlockRows,
-                     routes = p.max_tokens * p.top_k;
-  const std::int64_t z = rows * 2 * p.intermediate * 2,
-                     x = plan_.save == SavePolicy::z_and_x ? rows * p.hidden * 2 : 0;
-  const std::int64_t shared_z =
-      plan_.save != SavePolicy::none ? p.max_tokens * 2 * p.shared.intermediate * 2 : 0;
-  for (std::int64_t r = 0; r < p.num_ranks; ++r) {
+  const pipeline::ContextBytes bytes = pipeline::context_bytes(problem_, plan_);
+  for (std::int64_t r = 0; r < problem_.num_ranks; ++r) {
     const int device = backend_.device_of(r);
     const std::string what = sentence("the context of rank {}", r);
-    context->ranks.push_back({{device, routes * 4, what},
-                              {device, routes * 4, what},
-                              {device, z, what},
-                              {device, x, what},
-                              {device, shared_z, what}});
-    context->num_bytes += z + x + shared_z + routes * 8;
+    context->ranks.push_back({{device, bytes.routes / 2, what},
+                              {device, bytes.routes / 2, what},
+                              {device, bytes.z, what},
+                              {device, bytes.x, what},
+                              {device, bytes.shared_z, what}});
+    context->num_bytes += bytes.total();
   }
   return context;
 }
@@ -282,20 +289,30 @@ void CudaLayer::clear_counters() {
 // Fault injection: every byte that a pass must write before it reads becomes 0xFF, a NaN.
 void CudaLayer::poison(const CudaContext* fill, std::int64_t rank, cudaStream_t stream) const {
   const auto spoil = [&](std::byte* data, std::int64_t num_bytes) {
+    if (data == nullptr) return;
     check_cuda(cudaMemsetAsync(data, 0xFF, static_cast<std::size_t>(num_bytes), stream),
                "poisoning");
   };
   std::byte* workspace = workspaces_[static_cast<std::size_t>(rank)].get();
-  spoil(backend_.heap(rank) + common_.heap.signals_bytes,
-        common_.heap.num_bytes - common_.heap.signals_bytes);
-  spoil(workspace, common_.workspace.pass_count.offset);
-  spoil(workspace + common_.workspace.tables_bytes,
-        common_.cuda_workspace.words.offset - common_.workspace.tables_bytes);
+  const bool x_in_place =
+      ranks_[static_cast<std::size_t>(rank)].x == reinterpret_cast<const bf16*>(input_buffer(rank));
+  for (const pipeline::Region& region : pipeline::poisoned_heap(common_.heap, x_in_place))
+    spoil(backend_.heap(rank) + region.offset, region.num_bytes);
+  for (const pipeline::Region& region : pipeline::poisoned_workspace(common_.workspace))
+    spoil(workspace + region.offset, region.num_bytes);
+  for (const pipeline::Region& region :
+       {common_.cuda_workspace.sort_counts, common_.cuda_workspace.result})
+    spoil(workspace + region.offset, region.num_bytes);
   if (fill == nullptr) return;
   const CudaContext::Rank& c = fill->ranks[static_cast<std::size_t>(rank)];
-  const std::int64_t rows = common_.saved_blocks * pipeline::kBlockRows;
-  if (c.z.get() != nullptr) spoil(c.z.get(), rows * 4 * problem_.intermediate);
-  if (c.x.get() != nullptr) spoil(c.x.get(), rows * 2 * problem_.hidden);
+  const pipeline::ContextBytes saved = pipeline::context_bytes(problem_, plan_);
+  spoil(c.z.get(), saved.z);
+  spoil(c.x.get(), saved.x);
+  spoil(c.shared_z.get(), saved.shared_z);
+}
+
+std::byte* CudaLayer::input_buffer(std::int64_t rank) const {
+  return backend_.heap(rank) + common_.heap.x_in.offset;
 }
 
 ForwardKernel CudaLayer::kernel_of(const DeviceGroup& group) const {
@@ -342,6 +359,13 @@ void CudaLayer::prepare_kernel(const DeviceGroup& group) {
   const auto num_ranks = static_cast<std::int32_t>(group.ranks.size());
   const std::int32_t reserve = backend_.cuda().reserve_sms, resident = num_clusters * cluster_size_;
   const std::int32_t ctas = (resident - reserve) / num_ranks / cluster_size_ * cluster_size_;
+  if (ctas >= 1 && plan_.comm_workers >= ctas) {
+    const std::int32_t most = std::max(ctas - cluster_size_, 0);
+    throw Error(ErrorCode::invalid_plan,
+                sentence("plan.comm_workers is {}, must be at most {} with {} CTAs per rank on GPU "
+                         "{}: somebody must compute; nearest legal value {}",
+                         plan_.comm_workers, most, ctas, group.device, most));
+  }
   if (reserve < 0 || ctas < 1) {
     const std::int32_t most = std::max(0, resident - num_ranks * cluster_size_);
     throw Error(ErrorCode::invalid_argument,
@@ -352,11 +376,11 @@ void CudaLayer::prepare_kernel(const DeviceGroup& group) {
   ctas_per_rank_.push_back(ctas);
 }
 
-void CudaLayer::launch(const DeviceGroup& group, cudaStream_t stream) {
+void CudaLayer::launch(const DeviceGroup& group, std::uint32_t phases, cudaStream_t stream) {
   ForwardParams<kMaxLocalRanks> params{};  // its beginning is a ForwardParams<1>
   params.common = common_;
-  params.common.ctas_per_rank =
-      ctas_per_rank_[static_cast<std::size_t>(&group - backend_.groups().data())];
+  params.common.ctas_per_rank = ctas_of(group);
+  params.common.phases = phases;
   for (std::size_t i = 0; i < group.ranks.size(); ++i) {
     params.ranks[i] = ranks_[static_cast<std::size_t>(group.ranks[i])];
   }
@@ -372,14 +396,18 @@ void CudaLayer::launch(const DeviceGroup& group, cudaStream_t stream) {
 void CudaLayer::forward(std::span<const ForwardInput> inputs,
                         std::span<const ForwardOutput> outputs, ContextState* context,
                         trace::Trace* trace) {
-  if (trace != nullptr)
-    unavailable("a trace was asked of a CUDA pass, which records none; use World::cpu");
   const auto* fill = static_cast<const CudaContext*>(context);
   for (std::int64_t r = 0; r < problem_.num_ranks; ++r) {
     bind_rank(r, inputs[static_cast<std::size_t>(r)], outputs[static_cast<std::size_t>(r)]);
     bind_context(r, fill);
   }
+  for (const DeviceGroup& group : backend_.groups()) {
+    for (const std::int64_t r : group.ranks)
+      traces_.bind(trace != nullptr, r, group.device, ctas_of(group),
+                   event_capacity(ctas_of(group)), ranks_[static_cast<std::size_t>(r)]);
+  }
   common_.faults = backend_.options().faults;
+  common_.keep_schedule = common_.faults.keep_schedule;
   common_.timeout_ns = static_cast<std::uint64_t>(backend_.options().timeout_s * 1e9);
   backend_.remember(problem_, plan_);
 
@@ -401,7 +429,15 @@ void CudaLayer::forward(std::span<const ForwardInput> inputs,
   }
   for (const DeviceGroup& group : groups) {
     const DeviceGuard on_device(group.device);
-    launch(group, stream_of(group));
+    // Split mode: a phase of one GPU waits inside for other GPUs' earlier phases only.
+    if (plan_.mode == ExecMode::fused) {
+      const std::uint32_t merge = common_.faults.skip_merge ? 0u : kMergePhase;
+      launch(group, (kAllPhases & ~kMergePhase) | merge | kClosePhase, stream_of(group));
+    } else {
+      for (std::uint32_t phase = kStagePhase; phase <= kFc2Phase; phase *= 2)
+        launch(group, phase, stream_of(group));
+      launch(group, kMergePhase | kClosePhase, stream_of(group));
+    }
     if (group.stream != nullptr)
       check_cuda(cudaEventRecord(group.event, group.stream), "ordering the GPUs");
   }
@@ -409,6 +445,23 @@ void CudaLayer::forward(std::span<const ForwardInput> inputs,
     if (group.stream != nullptr)
       check_cuda(cudaStreamWaitEvent(backend_.stream(), group.event), "ordering the GPUs");
   }
+  if (trace == nullptr) return;
+  backend_.synchronize();  // the pass's errors are thrown here
+  const std::int64_t lost = traces_.collect(*trace);
+  trace->title = sentence("forward, {} ranks, {}, {}", problem_.num_ranks, name(plan_.mode),
+                          name(plan_.order));
+  if (lost > 0) trace->title += sentence(", {} events lost", lost);
+}
+
+// Enough for a CTA that takes twice its share of tickets. A tile and the wait before it, a quarter
+// of a dispatch unit and of a merge unit are events.
+std::int32_t CudaLayer::event_capacity(std::int32_t num_ctas) const {
+  const std::int64_t blocks = common_.extents.blocks;
+  const std::int64_t tiles = blocks * (pipeline::num_fc1_tiles(common_.extents.wide_intermediate) +
+                                       pipeline::num_fc2_tiles(problem_.hidden));
+  const std::int64_t quarters = blocks * pipeline::kBlockRows / pipeline::kDispatchUnitRows * 4,
+                     parts = 4 * pipeline::num_merge_units(problem_.max_tokens, plan_.num_slabs);
+  return static_cast<std::int32_t>(2 * ceil_div(2 * tiles + quarters + parts, num_ctas) + 512);
 }
 
 void CudaLayer::backward(const ContextState&, std::span<const BackwardInput>,

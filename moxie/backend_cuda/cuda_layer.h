@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "moxie/backend_cuda/cuda_backend.h"
+#include "moxie/backend_cuda/trace_buffers.h"
 
 namespace moxie::backend_cuda {
 
@@ -29,6 +30,7 @@ class CudaLayer final : public BackendLayer {
                ContextState* context, trace::Trace* trace) override;
   void backward(const ContextState& context, std::span<const BackwardInput> inputs,
                 std::span<const BackwardOutput> outputs, trace::Trace* trace) override;
+  std::byte* input_buffer(std::int64_t rank) const override;
 
   void clear_counters();  // pass count and both banks, when the world starts from zero
   void heaps_moved();
@@ -41,7 +43,11 @@ class CudaLayer final : public BackendLayer {
   void bind_context(std::int64_t rank, const CudaContext* context);
   ForwardKernel kernel_of(const DeviceGroup& group) const;
   void prepare_kernel(const DeviceGroup& group);
-  void launch(const DeviceGroup& group, cudaStream_t stream);
+  void launch(const DeviceGroup& group, std::uint32_t phases, cudaStream_t stream);
+  std::int32_t ctas_of(const DeviceGroup& group) const {
+    return ctas_per_rank_[static_cast<std::size_t>(&group - backend_.groups().data())];
+  }
+  std::int32_t event_capacity(std::int32_t num_ctas) const;
   void poison(const CudaContext* fill, std::int64_t rank, cudaStream_t stream) const;
 
   CudaBackend& backend_;
@@ -53,6 +59,7 @@ class CudaLayer final : public BackendLayer {
   std::vector<Weights> weights_;   // [R] the pointers in them
   std::int32_t cluster_size_ = 1;
   std::vector<std::int32_t> ctas_per_rank_;  // [groups]
+  TraceBuffers traces_;
 };
 
 }  // namespace moxie::backend_cuda

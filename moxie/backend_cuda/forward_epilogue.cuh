@@ -112,9 +112,9 @@ struct ForwardEpilogue {
     store_piece(values, is_fc1(tile) ? deferred : 2 + deferred, tile, opaque(warp));
   }
   // The warp's part of the tile is stored: tells this CTA's ticket warp, which tells the others.
-  __device__ __forceinline__ void publish(const Tile&, uint32_t tile_idx,
+  __device__ __forceinline__ void publish(const Tile& tile, uint32_t tile_idx,
                                           const EpilogueWarp& warp) const {
-    if (warp.lane_idx == 0) {
+    if (tile.product != kFc2 && warp.lane_idx == 0) {
       // This lane's tensor copies have written global memory, and that becomes visible to the
       // generic proxy.
       ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});

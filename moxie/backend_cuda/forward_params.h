@@ -12,6 +12,7 @@
 #include "moxie/pipeline/layout.h"
 #include "moxie/pipeline/tasks.h"
 #include "moxie/schedule/schedule_cuda.cuh"
+#include "moxie/trace/device_trace.h"
 
 namespace moxie::backend_cuda {
 
@@ -74,6 +75,9 @@ struct RankParams {
   std::int32_t* keep_ids;          // [T, K] context or null, as the next two
   float* keep_weights;             // [T, K]
   bf16* keep_x;                    // [saved_blocks * 128, H]
+  trace::DeviceEvent* events;      // [CTAs, event_capacity] or null: not traced
+  std::uint32_t* num_events;       // [CTAs]
+  std::uint32_t event_capacity;    // of a CTA
   std::int64_t num_tokens;
   RankId me;
   DType id_dtype;
@@ -91,10 +95,12 @@ struct ForwardCommon {
   FaultInjection faults;
   std::int64_t proven_blocks;    // capacity at which no routing can exceed it
   std::int64_t saved_blocks;     // routed blocks whose z (and x) the context keeps
-  std::uint32_t* abort_flag;     // one for all ranks of the process
-  device::ExpiredWait* expired;  // host memory, likewise
+  std::uint32_t* abort_flag;     // [1 + R] one for all ranks of the process, then their claims
+  device::ExpiredWait* expired;  // [R] host memory
   std::uint64_t timeout_ns;
   std::int32_t ctas_per_rank;
+  std::uint32_t phases;  // of this launch
+  bool keep_schedule;    // measuring: nothing is staged, the tables of the pass before hold
 };
 
 template <int kNumLocalRanks>
@@ -103,6 +109,17 @@ struct ForwardParams {
   RankParams ranks[kNumLocalRanks];
 };
 static_assert(sizeof(ForwardParams<kMaxLocalRanks>) <= 32764);
+
+// What one launch does of a pass: everything, or in split mode one phase after the other.
+enum Phase : std::uint32_t {
+  kStagePhase = 1,  // stage, sort, agree, schedule
+  kDispatchPhase = 2,
+  kFc1Phase = 4,  // and the shared expert
+  kFc2Phase = 8,  // and combine
+  kMergePhase = 16,
+  kAllPhases = 31,
+  kClosePhase = 32,  // beside others: the pass ends with this launch
+};
 
 // One built configuration of the kernel.
 struct ForwardKernel {

@@ -50,16 +50,18 @@ struct ForwardSchedule {
   template <int kClusterSize>
   static __device__ __forceinline__ Tile tile_of_cta(const ForwardState& state, uint32_t unit) {
     if constexpr (kClusterSize == 1) {
-      return tile(state, unit);
+      return tile(state, static_cast<uint32_t>(state.first_ticket) + unit);
     } else {
       const pipeline::ForwardStream& s = state.stream;
       const int64_t run_end[kNumProducts] = {
           s.shared_blocks * s.shared_fc1_tiles, s.shared_tickets(),
-          s.shared_tickets() + s.routed_blocks * s.fc1_tiles, state.num_tickets};
+          s.shared_tickets() + s.routed_blocks * s.fc1_tiles, s.num_tickets()};
       int64_t begin = state.num_tickets, end = state.num_tickets, run_begin = 0, left = unit;
 #pragma unroll
       for (int run = 0; run < kNumProducts; ++run) {
-        const int64_t num_pairs = (run_end[run] - run_begin + 1) / 2;
+        // A launch takes whole runs.
+        const bool here = run_begin >= state.first_ticket && run_end[run] <= state.num_tickets;
+        const int64_t num_pairs = here ? (run_end[run] - run_begin + 1) / 2 : 0;
         if (left < num_pairs) {
           begin = run_begin + 2 * left;
           end = run_end[run];
@@ -84,11 +86,19 @@ struct ForwardSchedule {
 
 struct ForwardReadiness {
   const ForwardCommon& common;
-  const ForwardState& state;
+  ForwardState& state;
 
   // The loading lane: returns when A may be loaded and the output slot be written; turns the
   // block's rows into the rows of A's ring. False: gave up.
   __device__ __forceinline__ bool wait(Tile& tile, const device::WaitLimits&) const {
+    const bool healthy = wait_for_inputs(tile);
+    if (state.recorder.on())
+      state.ready_ns[state.num_ready++ % expert::kNumTicketSlots] = state.recorder.now();
+    return healthy;
+  }
+
+ private:
+  __device__ __forceinline__ bool wait_for_inputs(Tile& tile) const {
     delay_of(common)();
     const pipeline::BlockTable& table = state.table;
     const BlockId b = block_of(tile);
@@ -119,7 +129,6 @@ struct ForwardReadiness {
     return healthy;
   }
 
- private:
   __device__ __forceinline__ bool wait_count(int64_t counter, int64_t wanted, WaitFor what,
                                              int64_t index) const {
     return device::wait_counter(state.counters + counter, static_cast<uint32_t>(wanted),

@@ -18,9 +18,11 @@ struct Publisher {
   const RankParams& rank;
   ForwardState& state;
   int32_t slab = 0;  // slabs order: which one is being counted
+  uint64_t last_end_ns = 0;
 
-  __device__ __forceinline__ void tile_stored(const Tile& tile) {
+  __device__ __forceinline__ void tile_stored(const Tile& tile, uint32_t slot_idx) {
     if (tile.num_rows == 0) return;  // no task: the partner of a last tile
+    if (state.recorder.on()) record(tile, slot_idx);
     delay_of(common)();
     const BlockId b = block_of(tile);
     if (is_fc1(tile)) {
@@ -47,6 +49,20 @@ struct Publisher {
   }
 
  private:
+  // The tensor cores' timeline. A tile begins when its first K block can be loaded and the one
+  // before it is stored (a part of that happens beside this tile's first products).
+  __device__ __forceinline__ void record(const Tile& tile, uint32_t slot_idx) {
+    const uint64_t ready_ns = state.ready_ns[slot_idx], now = state.recorder.now();
+    if (last_end_ns == 0) last_end_ns = min(state.begin_ns, ready_ns);
+    const uint64_t begin_ns = max(ready_ns, last_end_ns);
+    const BlockId b = block_of(tile);
+    state.recorder.add_wait(is_fc1(tile) ? WaitFor::x_ready : WaitFor::fc1_done, last_end_ns,
+                            begin_ns, trace::kComputeLane, b.v);
+    state.recorder.put(is_fc1(tile) ? trace::Kind::fc1 : trace::Kind::fc2, WaitFor{}, begin_ns, now,
+                       trace::kComputeLane, b.v, tile.n_tile, is_shared(tile));
+    last_end_ns = now;
+  }
+
   __device__ __forceinline__ void hand_over(int32_t s) {
     const uint32_t tiles = state.slab_tiles[s];
     if (tiles == 0) return;
@@ -113,12 +129,13 @@ __device__ __forceinline__ void post_and_publish(const ForwardCommon& common,
     next = static_cast<Next>(__shfl_sync(~0u, static_cast<int32_t>(next), 0));
     if (next == kGiveUp) return;
     if (next == kPublish) {
-      if (lane_idx == 0) publisher.tile_stored(shared.tickets[published.slot_idx()]);
+      if (lane_idx == 0)
+        publisher.tile_stored(shared.tickets[published.slot_idx()], published.slot_idx());
       published.advance();
       continue;
     }
     uint32_t unit = 0;
-    if (lane_idx == 0) unit = device::add_relaxed_gpu(state.counters + common.counters.ticket, 1);
+    if (lane_idx == 0) unit = device::add_relaxed_gpu(state.ticket_counter, 1);
     const Tile tile = ForwardSchedule::tile_of_cta<kClusterSize>(state, __shfl_sync(~0u, unit, 0));
     if (lane_idx < kClusterSize)
       expert::post_tile<kClusterSize>(shared, posted.slot_idx(), tile, lane_idx);
@@ -146,7 +163,7 @@ __device__ __forceinline__ void publish_only(const ForwardCommon& common, const 
       healthy = device::mbarrier_wait(&state.tile_stored[slot.slot_idx()], slot.parity(),
                                       state.barrier_limits,
                                       {expert::kWaitTicket, slot.count, slot.count + 1});
-      if (healthy) publisher.tile_stored(tile);
+      if (healthy) publisher.tile_stored(tile, slot.slot_idx());
     }
     if (!__shfl_sync(~0u, healthy, 0)) return;
     slot.advance();
@@ -154,18 +171,72 @@ __device__ __forceinline__ void publish_only(const ForwardCommon& common, const 
   if (lane_idx == 0) publisher.finish();
 }
 
-// One of the CTA's two dispatch warps.
+// Who dispatches: the spare warps of every CTA, or all warps that can of a few CTAs, which join the
+// multiplying ones when no rows are left.
+struct DispatchTeam {
+  int32_t first_cta, num_ctas, num_warps;  // per CTA, from kFirstDispatchWarp on
+  __device__ __forceinline__ bool has(schedule::Cta cta) const { return cta.idx >= first_cta; }
+  __device__ __forceinline__ bool is_dedicated() const { return num_warps == kMaxDispatchWarps; }
+};
+__device__ __forceinline__ DispatchTeam dispatch_team(const ForwardCommon& common,
+                                                      schedule::Cta cta) {
+  if ((common.phases & kDispatchPhase) == 0) return {cta.count, 0, 0};
+  if (common.phases == kDispatchPhase) return {0, cta.count, kMaxDispatchWarps};
+  const int32_t dedicated = common.plan.comm_workers;
+  if (dedicated == 0) return {0, cta.count, 2};
+  return {cta.count - dedicated, dedicated, kMaxDispatchWarps};
+}
+
+// A warp of the team.
 __device__ __forceinline__ void dispatch_rows(const ForwardCommon& common, ForwardState& state,
-                                              int32_t warp_idx) {
-  dispatch::pull_rows(state.pull, state.pull_slots[warp_idx], state.cta.idx * 2 + warp_idx,
-                      state.cta.count * 2, state.counter_limits, code(WaitFor::x_slot_free),
-                      [&] { delay_of(common)(); });
+                                              const DispatchTeam& team) {
+  const int32_t warp_idx = threadIdx.x / 32 - kFirstDispatchWarp;
+  dispatch::pull_rows(state.pull, state.pull_slots[warp_idx], state.recorder,
+                      (state.cta.idx - team.first_cta) * team.num_warps + warp_idx,
+                      team.num_ctas * team.num_warps, state.counter_limits,
+                      code(WaitFor::x_slot_free), [&] { delay_of(common)(); });
+}
+
+// Consumer warps of a dedicated CTA dispatch first. Its cluster takes no tickets before all of them
+// are done: a tile of its own could be what their rows wait for.
+template <int kClusterSize>
+__device__ __forceinline__ void say_dispatched(ForwardState& state) {
+  if (threadIdx.x % 32 != 0) return;
+  if constexpr (kClusterSize == 1) {
+    ptx::mbarrier_arrive(&state.dispatched);
+  } else {
+    device::mbarrier_arrive_cluster(device::mapa(&state.dispatched, 0));
+  }
+}
+// A warp of the cluster's first CTA. False: gave up.
+__device__ __forceinline__ bool wait_dispatched(ForwardState& state) {
+  // Signalled by every dispatching warp of the cluster, when it has no rows left.
+  const bool healthy =
+      threadIdx.x % 32 != 0 || device::mbarrier_wait(&state.dispatched, 0, state.barrier_limits,
+                                                     {code(WaitFor::tasks_done), 0, 1});
+  return __all_sync(~0u, healthy);
+}
+
+// Of the warps that merge the two communication warps are drawn, and one of the eight consumer
+// warps for all of them.
+__device__ __forceinline__ bool is_drawn_comm_warp() {
+  return threadIdx.x / 32 - trace::kFirstCommLane < trace::kNumCommLanes;
+}
+__device__ __forceinline__ void record_merge(trace::Recorder& recorder, uint64_t begin_ns,
+                                             int64_t token, int64_t slab) {
+  const auto warp_idx = static_cast<int32_t>(threadIdx.x / 32);
+  const bool is_comm = is_drawn_comm_warp();
+  if (is_comm || warp_idx == 4) {
+    recorder.add(trace::Kind::merge, begin_ns, is_comm ? warp_idx : trace::kComputeLane, token,
+                 slab);
+  }
 }
 
 // A warp: waits until every rank has pushed the slab, and the shared expert's output is there.
 __device__ __forceinline__ bool wait_slab(const ForwardCommon& common, const RankParams& rank,
-                                          const ForwardState& state, int64_t slab) {
+                                          ForwardState& state, int64_t slab) {
   const int32_t lane_idx = threadIdx.x % 32;
+  const uint64_t begin_ns = state.recorder.now();
   bool healthy = true;
   for (int64_t i = lane_idx; healthy && i < common.problem.num_ranks; i += 32) {
     uint64_t word = 0;
@@ -182,14 +253,19 @@ __device__ __forceinline__ bool wait_slab(const ForwardCommon& common, const Ran
                                    static_cast<uint32_t>(shared_tiles), state.counter_limits,
                                    code(WaitFor::shared_done), 0);
   }
+  if (lane_idx == 0 && is_drawn_comm_warp()) {
+    state.recorder.add_wait(WaitFor::returns_done, begin_ns, state.recorder.now(),
+                            static_cast<int32_t>(threadIdx.x / 32), slab);
+  }
   return __all_sync(~0u, healthy);  // and what any lane acquired, to all
 }
 
-// Any warp: merges tokens slab by slab, until none are left.
+// Any warp: merges tokens slab by slab, until none are left. Nothing in a launch without merge.
 __device__ __forceinline__ void merge_returns(const ForwardCommon& common, const RankParams& rank,
-                                              const ForwardState& state) {
+                                              ForwardState& state) {
   constexpr int64_t kParts = 4;  // of a unit of 16 tokens: the last slab must spread over all warps
   constexpr int64_t kPartTokens = pipeline::kTokenUnit / kParts;
+  if ((common.phases & kMergePhase) == 0) return;
   const Problem& p = common.problem;
   const int64_t num_slabs = common.plan.num_slabs, num_tokens = rank.num_tokens;
   const int64_t num_parts = pipeline::num_merge_units(num_tokens, num_slabs) * kParts;
@@ -211,19 +287,24 @@ __device__ __forceinline__ void merge_returns(const ForwardCommon& common, const
     if (unit.slab != slab_seen && !wait_slab(common, rank, state, unit.slab)) return;
     slab_seen = unit.slab;
     delay_of(common)();
+    const uint64_t begin_ns = state.recorder.now();
     const int64_t begin = min(unit.tokens.begin + part % kParts * kPartTokens, unit.tokens.end);
     const pipeline::Range tiles =
         pipeline::slab_tiles(unit.slab, num_slabs, state.stream.fc2_tiles);
     merge::merge_tokens(
         m, {begin, min(begin + kPartTokens, unit.tokens.end)},
         {tiles.begin * pipeline::kFc2TileCols, min(tiles.end * pipeline::kFc2TileCols, p.hidden)});
+    if (threadIdx.x % 32 == 0) record_merge(state.recorder, begin_ns, begin, unit.slab);
   }
 }
 
 // All threads of a CTA, when its roles have ended, also in a pass that was called off. The rank's
-// last CTA closes the pass: the next one begins at the next epoch and bank.
+// last CTA of the last launch closes the pass: the next one begins at the next epoch and bank.
 __device__ __forceinline__ void close_pass(const ForwardCommon& common, const RankParams& rank,
                                            const ForwardState& state) {
+  if (threadIdx.x == 0 && state.recorder.on())
+    rank.num_events[state.cta.idx] = state.recorder.count;
+  if ((common.phases & kClosePhase) == 0) return;
   bool healthy = true;
   if (state.cta.idx == 0 && state.verdict == pipeline::Verdict::go) {
     const int64_t num_words = common.problem.num_ranks * common.plan.num_slabs;

@@ -11,7 +11,8 @@ using schedule::Cta;
 
 // Which pass this is, its counters, its limits. One thread; a barrier follows.
 __device__ __forceinline__ void open_pass(const ForwardCommon& common, const RankParams& rank,
-                                          ForwardState& state) {
+                                          Cta cta, ForwardState& state) {
+  state.cta = cta;
   state.epoch = *heap_at<uint64_t>(common, rank.me, common.heap.epoch) + 1;
   state.pass_count = *at<uint64_t>(rank, common.workspace.pass_count);
   const int bank = pipeline::counter_bank(state.pass_count);
@@ -20,10 +21,20 @@ __device__ __forceinline__ void open_pass(const ForwardCommon& common, const Ran
   state.words = at<PassWords>(rank, common.cuda_workspace.words) + bank;
   const auto limits = [&](uint64_t grace_ns) {
     const uint64_t limit_ns = common.timeout_ns == 0 ? 0 : common.timeout_ns + grace_ns;
-    return device::WaitLimits{common.abort_flag, common.expired, limit_ns,
-                              static_cast<uint32_t>(rank.me.v), static_cast<uint32_t>(state.epoch)};
+    return device::WaitLimits{common.abort_flag,
+                              common.expired + rank.me.v,
+                              limit_ns,
+                              static_cast<uint32_t>(rank.me.v),
+                              static_cast<uint32_t>(state.epoch),
+                              common.abort_flag + 1 + rank.me.v};
   };
   for (uint32_t& tiles : state.slab_tiles) tiles = 0;
+  state.recorder = {
+      rank.events == nullptr ? nullptr : rank.events + int64_t{cta.idx} * rank.event_capacity,
+      rank.event_capacity, 0};
+  if (state.recorder.on() && (common.phases & kStagePhase) == 0)
+    state.recorder.count = rank.num_events[cta.idx];  // split mode: of the launches before
+  state.num_ready = 0;
   state.signal_limits = limits(0);
   state.counter_limits = limits(kCounterGrace_ns);
   state.barrier_limits = limits(kBarrierGrace_ns);
@@ -65,22 +76,34 @@ __device__ __forceinline__ schedule::RouteSort route_sort(const ForwardCommon& c
 
 // This rank's inputs into its heap. False: gave up.
 __device__ __forceinline__ bool stage_inputs(const ForwardCommon& common, const RankParams& rank,
-                                             const ForwardState& state, Cta cta, int32_t* scratch) {
+                                             ForwardState& state, Cta cta, int32_t* scratch) {
+  trace::Recorder& recorder = state.recorder;
+  uint64_t begin_ns = recorder.now();
+  const auto record =
+      [&](int32_t step) {  // traced: stage 0 counts, 1 copies x, 2 places the routes
+        if (threadIdx.x == 0)
+          recorder.add(trace::Kind::stage, begin_ns, trace::kFirstCommLane, -1, step);
+        begin_ns = recorder.now();
+      };
   const Problem& p = common.problem;
   const schedule::RouteSort sort = route_sort(common, rank, state);
   schedule::count_routes(sort, cta, scratch);
-  schedule::copy_rows(rank.x, heap_at<bf16>(common, rank.me, common.heap.x_in),
-                      rank.num_tokens * p.hidden, cta);
+  record(0);
+  bf16* x_in = heap_at<bf16>(common, rank.me, common.heap.x_in);
+  if (rank.x != x_in)  // else the caller has put it there
+    schedule::copy_rows(rank.x, x_in, rank.num_tokens * p.hidden, cta);
   if (p.shared.intermediate > 0) {
     schedule::weigh_shared_rows(rank.x, rank.shared_output_gate, rank.num_tokens, p.hidden,
                                 at<float>(rank, common.workspace.shared_weight), cta);
   }
+  record(1);
   if (!schedule::place_routes(sort, cta, scratch, state.counter_limits, code(WaitFor::stage_done)))
     return false;
   delay_of(common)();
   __syncthreads();
   // This CTA's part of x, routes and weights, to the rank's first CTA.
   if (threadIdx.x == 0) device::add_release_gpu(state.counters + common.counters.stage_done, 1);
+  record(2);
   return true;
 }
 
@@ -154,14 +177,21 @@ __device__ __forceinline__ pipeline::BlockTable empty_table(const ForwardCommon&
 // First CTA: tells the peers that all is staged, builds the tables, agrees on the pass and opens it
 // to the rank's other CTAs. Gives up in silence where a wait did: the others' waits end too.
 __device__ __forceinline__ void schedule_pass(const ForwardCommon& common, const RankParams& rank,
-                                              const ForwardState& state, Cta cta,
-                                              int32_t* scratch) {
+                                              ForwardState& state, Cta cta, int32_t* scratch) {
   const Problem& p = common.problem;
+  trace::Recorder& recorder = state.recorder;
+  uint64_t begin_ns = recorder.now();
+  const auto record_wait = [&](WaitFor what) {
+    const uint64_t end_ns = recorder.now();
+    if (threadIdx.x == 0) recorder.add_wait(what, begin_ns, end_ns, trace::kFirstCommLane, -1);
+    begin_ns = end_ns;
+  };
   // Signalled by every CTA of the rank: its part is staged and sorted.
   const bool staged = threadIdx.x != 0 ||
                       device::wait_counter(state.counters + common.counters.stage_done, cta.count,
                                            state.counter_limits, code(WaitFor::stage_done), 0);
   if (__syncthreads_and(staged) == 0) return;
+  record_wait(WaitFor::stage_done);
   const uint32_t bad_route = __ldcg(&state.words->bad_route);
   Verdict verdict = bad_route != 0 ? Verdict::invalid_route : Verdict::go;
   if (bad_route != 0 && threadIdx.x == 0)
@@ -169,6 +199,7 @@ __device__ __forceinline__ void schedule_pass(const ForwardCommon& common, const
   raise_everywhere(common, rank.me, common.heap.inputs_ready, state.epoch, verdict);
   if (!collect(common, rank, state, common.heap.inputs_ready, WaitFor::inputs_ready, verdict))
     return;
+  record_wait(WaitFor::inputs_ready);
 
   const pipeline::BlockTable table = empty_table(common, rank);
   int32_t num_blocks = 0;
@@ -199,7 +230,23 @@ __device__ __forceinline__ void schedule_pass(const ForwardCommon& common, const
   }
   __syncthreads();
   // Tables, verdict, and with them what the peers have staged, to all CTAs of the rank.
-  if (threadIdx.x == 0) device::add_release_gpu(state.counters + common.counters.schedule_ready, 1);
+  if (threadIdx.x == 0) {
+    device::add_release_gpu(state.counters + common.counters.schedule_ready, 1);
+    recorder.add(trace::Kind::schedule, begin_ns, trace::kFirstCommLane, -1, -1);
+  }
+}
+
+// Which tickets this launch takes: all, or in split mode those of its phase.
+__device__ __forceinline__ void choose_tickets(const ForwardCommon& common, ForwardState& state) {
+  const pipeline::ForwardStream& s = state.stream;
+  const int64_t fc1_end = s.shared_tickets() + s.routed_blocks * s.fc1_tiles;
+  const bool fc1 = common.phases & kFc1Phase, fc2 = common.phases & kFc2Phase;
+  state.first_ticket = fc1 ? 0 : fc1_end;
+  state.num_tickets = fc2 ? s.num_tickets() : fc1 ? fc1_end : state.first_ticket;
+  // A launch leaves its counter behind its last ticket.
+  state.ticket_counter =
+      state.counters + (fc1 ? common.counters.ticket
+                            : common.counters.phase + __ffs(static_cast<int>(common.phases)) - 1);
 }
 
 // Every CTA: reads the schedule. False: gave up. A barrier before anybody uses `state` again is
@@ -209,14 +256,19 @@ __device__ __forceinline__ bool read_schedule(const ForwardCommon& common, const
   bool healthy = true;
   if (threadIdx.x == 0) {
     // Signalled by the rank's first CTA: the tables are built, or the pass is called off.
-    healthy = device::wait_counter(state.counters + common.counters.schedule_ready, 1,
+    const uint64_t begin_ns = state.recorder.now();
+    healthy = common.keep_schedule ||
+              device::wait_counter(state.counters + common.counters.schedule_ready, 1,
                                    state.counter_limits, code(WaitFor::schedule_ready), 0);
+    state.recorder.add_wait(WaitFor::schedule_ready, begin_ns, state.recorder.now(),
+                            trace::kFirstCommLane, -1);
+    state.begin_ns = state.recorder.now();
     const ScheduleResult result = *at<ScheduleResult>(rank, common.cuda_workspace.result);
     state.verdict = static_cast<Verdict>(result.verdict);
     state.table = empty_table(common, rank);
     state.table.num_blocks = result.num_blocks;
     state.stream = pipeline::forward_stream(common.problem, common.plan, state.table);
-    state.num_tickets = state.stream.num_tickets();
+    choose_tickets(common, state);
     state.pull = {common.heaps,
                   &common.heap,
                   &state.table,

@@ -5,6 +5,7 @@
 #include "moxie/device/signal.cuh"
 #include "moxie/device/warp_search.cuh"
 #include "moxie/dispatch/dispatch_cuda.cuh"
+#include "moxie/trace/recorder_cuda.cuh"
 
 namespace moxie::backend_cuda {
 
@@ -19,6 +20,9 @@ __device__ __forceinline__ constexpr uint32_t code(WaitFor what) {
 // for a peer.
 inline constexpr uint64_t kCounterGrace_ns = 250'000'000, kBarrierGrace_ns = 500'000'000;
 
+// A CTA that dispatches with all it has: every warp but the loading and the ticket warp.
+inline constexpr int32_t kFirstDispatchWarp = 2, kMaxDispatchWarps = schedule::kSortWarps - 2;
+
 struct ForwardState {
   bf16* row_home[expert::kNumConsumerWarps][16];  // FC2: where the rows of each warp's tile go
   uint64_t
@@ -28,15 +32,21 @@ struct ForwardState {
   pipeline::BlockTable table;
   pipeline::ForwardStream stream;
   schedule::Cta cta;
-  dispatch::PullRows pull_slots[2];  // one per dispatch warp
-  dispatch::Pull pull;               // here, not in registers: those are for rows in flight
-  int64_t num_tickets;
+  dispatch::PullRows pull_slots[kMaxDispatchWarps];
+  uint64_t dispatched;                // mbarrier: this cluster's dedicated warps have no rows left
+  dispatch::Pull pull;                // here, not in registers: those are for rows in flight
+  int64_t first_ticket, num_tickets;  // of this launch: [first, num)
+  uint32_t* ticket_counter;
   uint32_t shared_blocks, hidden_ring_blocks;  // 32 bits, for epilogues
   uint64_t epoch, pass_count;
   uint32_t* counters;  // this pass's bank
   PassWords* words;    // likewise
   device::WaitLimits signal_limits, counter_limits, barrier_limits;
   pipeline::Verdict verdict;
+  trace::Recorder recorder;
+  uint64_t begin_ns;                           // traced: when the CTA had its schedule
+  uint64_t ready_ns[expert::kNumTicketSlots];  // traced: since when the slot's tile could be loaded
+  uint32_t num_ready;                          // tiles so far
 };
 
 template <class T>

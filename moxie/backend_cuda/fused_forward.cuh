@@ -53,18 +53,22 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
     for (uint64_t& stored : state.tile_stored)
       ptx::mbarrier_init(&stored, expert::kNumConsumerWarps);
     for (uint64_t& read : state.partner_read) ptx::mbarrier_init(&read, 1);
+    ptx::mbarrier_init(&state.dispatched, kMaxDispatchWarps * kClusterSize);
   }
   expert::initialise_barriers<kClusterSize>(shared);  // and hands all of them to the cluster
   if (threadIdx.x == 0) {
-    open_pass(common, rank, state);
-    state.cta = cta;
+    open_pass(common, rank, cta, state);
   }
   __syncthreads();
   int32_t* scratch =
       reinterpret_cast<int32_t*>(shared_bytes);  // the stages, before anything is loaded
-  clear_other_bank(common, rank, state, cta);
-  if (!stage_inputs(common, rank, state, cta, scratch)) return;
-  if (cta.idx == 0) schedule_pass(common, rank, state, cta, scratch);
+  if (common.phases & kStagePhase) {
+    clear_other_bank(common, rank, state, cta);
+    if (!common.keep_schedule) {
+      if (!stage_inputs(common, rank, state, cta, scratch)) return;
+      if (cta.idx == 0) schedule_pass(common, rank, state, cta, scratch);
+    }
+  }
   if (!read_schedule(common, rank, state)) return;
   if (state.verdict != Verdict::go) return close_pass(common, rank, state);
   // The scratch was written by plain stores; tensor copies write there next.
@@ -73,6 +77,8 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
 
   const ForwardGemm<kGeneral> gemm{
       rank.operands, {common, rank, state}, {common, state}, state.barrier_limits};
+  const DispatchTeam team = dispatch_team(common, cta);
+  const bool is_dedicated = team.has(cta) && team.is_dedicated();
   if (threadIdx.x < 128) {
     device::setmaxnreg_dec<ForwardConfig<kClusterSize>::kProducerRegisters>();
     const int32_t warp_idx = threadIdx.x / 32;
@@ -80,16 +86,22 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
       expert::load_tiles<kClusterSize>(gemm, shared);
     } else if (warp_idx == 1) {
       if (expert::is_first_cta<kClusterSize>()) {
-        post_and_publish<kClusterSize>(common, rank, shared);
+        if (!is_dedicated || wait_dispatched(state))
+          post_and_publish<kClusterSize>(common, rank, shared);
       } else if constexpr (kClusterSize > 1) {
         publish_only(common, rank, shared);
       }
-    } else {
-      dispatch_rows(common, state, warp_idx - 2);
+    } else if (team.has(cta)) {
+      dispatch_rows(common, state, team);
+      if (is_dedicated) say_dispatched<kClusterSize>(state);
     }
     merge_returns(common, rank, state);
   } else {
     device::setmaxnreg_inc<ForwardConfig<kClusterSize>::kConsumerRegisters>();
+    if (is_dedicated) {
+      dispatch_rows(common, state, team);
+      say_dispatched<kClusterSize>(state);
+    }
     expert::multiply_tiles<kClusterSize>(gemm, shared);
     merge_returns(common, rank, state);
   }

@@ -6,6 +6,10 @@
 // Push, because the result's home is known: there is no y buffer and no second copy. Own rows take
 // the same path. When a rank has pushed every piece of a column slab it raises returns_done[slab]
 // at every peer, rows or no rows. Reference body: combine_ref.h.
+//
+// Plan option comm_workers (forward): FC2 stores its tile in y [capacity, H] of the own workspace,
+// and communication workers carry 16 rows x one slab at a time home. A second copy, but compute
+// workers never wait for the link.
 #pragma once
 #include <cstdint>
 

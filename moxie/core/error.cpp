@@ -38,6 +38,8 @@ const char* name(WaitFor what) {
     case WaitFor::tasks_done: return "tasks_done";
     case WaitFor::pass_closed: return "pass_closed";
     case WaitFor::phase: return "phase";
+    case WaitFor::peer_slot_free: return "peer_slot_free";
+    case WaitFor::y_ready: return "y_ready";
   }
   return "unknown";
 }

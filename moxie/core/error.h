@@ -41,6 +41,8 @@ enum class WaitFor : std::int32_t {
   tasks_done,      // own rank's compute tasks still missing at the end of the pass
   pass_closed,     // own rank's leader has not closed the pass
   phase,           // split mode: index = phase
+  peer_slot_free,  // push dispatch: index = peer rank whose x ring has no free slot yet
+  y_ready,         // combine by communication workers: index = block whose FC2 tiles are missing
 };
 const char* name(WaitFor what);
 

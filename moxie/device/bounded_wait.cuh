@@ -2,8 +2,9 @@
 //
 // A wait that expires does not trap. The first one to expire claims the abort flag and writes a
 // record the host can read; all other waits see the flag within about a millisecond and give up
-// too, so every role runs to its end. Time comes from globaltimer: limits by poll count did not
-// fire for minutes. Cost of a wait that succeeds at once: the one instruction that tests it.
+// too, the first one of each rank with a record of its own, so every role runs to its end. Time
+// comes from globaltimer: limits by poll count did not fire for minutes. Cost of a wait that
+// succeeds at once: the one instruction that tests it.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,8 @@
 
 namespace moxie::device {
 
-// Written once, by the thread whose wait expired first; lives in mapped host memory.
+// Written once, by the rank's first thread whose wait expired or was called off; lives in mapped
+// host memory.
 struct ExpiredWait {
   uint32_t written;  // 1 after all other fields
   uint32_t rank;
@@ -19,18 +21,21 @@ struct ExpiredWait {
   uint32_t warp;
   uint32_t what;  // a WaitSite of the kernel
   uint32_t epoch;
-  uint64_t index;   // which barrier, slot or block
-  uint64_t wanted;  // value or phase waited for
+  uint32_t told_by;  // 0: its own time was up; else 1 + the rank whose wait expired first
+  uint64_t index;    // which barrier, slot or block
+  uint64_t wanted;   // value or phase waited for
   uint64_t seen;
   uint64_t waited_ns;
 };
 
 struct WaitLimits {
-  uint32_t* abort_flag;  // device memory, 0 before the launch
+  uint32_t* abort_flag;  // device memory, 0 before the launch; then 1 + the rank that gave up first
   ExpiredWait* record;   // mapped host memory, or null
   uint64_t limit_ns;     // 0: wait for ever
   uint32_t rank;
   uint32_t epoch;
+  uint32_t* claim = nullptr;  // device memory, 0 before the launch: whose is the rank's record?
+                              // Null: there is one record, of the wait that set the abort flag
 };
 
 struct WaitTarget {
@@ -42,15 +47,20 @@ struct WaitTarget {
 inline constexpr int kFreeTries = 32;                    // before the timer is read at all
 inline constexpr uint64_t kAbortPollAfter_ns = 1000000;  // before the abort flag is read
 
-__device__ inline void report_expired_wait(const WaitLimits& limits, const WaitTarget& target,
-                                           uint64_t seen, uint64_t waited_ns) {
-  if (atomicCAS(limits.abort_flag, 0u, 1u) != 0u || limits.record == nullptr) return;
+// `abort` is what the wait saw in the abort flag. System scope: the flag may lie on another GPU.
+__device__ inline void report_wait(const WaitLimits& limits, const WaitTarget& target,
+                                   uint32_t abort, uint64_t seen, uint64_t waited_ns) {
+  if (abort == 0) abort = atomicCAS_system(limits.abort_flag, 0u, limits.rank + 1);
+  if (limits.record == nullptr) return;
+  const bool mine = limits.claim != nullptr ? atomicCAS(limits.claim, 0u, 1u) == 0u : abort == 0;
+  if (!mine) return;
   volatile ExpiredWait* record = limits.record;
   record->rank = limits.rank;
   record->cta = blockIdx.x;
   record->warp = threadIdx.x / 32;
   record->what = target.what;
   record->epoch = limits.epoch;
+  record->told_by = abort;
   record->index = target.index;
   record->wanted = target.wanted;
   record->seen = seen;
@@ -72,9 +82,9 @@ __device__ __forceinline__ bool bounded_wait(Ready ready, Seen seen, const WaitL
   while (!ready()) {
     const uint64_t waited_ns = cuda::ptx::get_sreg_globaltimer() - begin_ns;
     if (waited_ns < kAbortPollAfter_ns) continue;
-    if (*static_cast<volatile uint32_t*>(limits.abort_flag) != 0) return false;
-    if (limits.limit_ns != 0 && waited_ns > limits.limit_ns) {
-      report_expired_wait(limits, target, seen(), waited_ns);
+    const uint32_t abort = *static_cast<volatile uint32_t*>(limits.abort_flag);
+    if (abort != 0 || (limits.limit_ns != 0 && waited_ns > limits.limit_ns)) {
+      report_wait(limits, target, abort, seen(), waited_ns);
       return false;
     }
   }

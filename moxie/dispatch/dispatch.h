@@ -8,6 +8,11 @@
 // travels, and the data is there when the load returns, so "ready" is a local counter. Own rows
 // take the same path from local memory. A slot may be overwritten once all FC1 tiles of the block
 // that held it are done. Reference body: dispatch_ref.h.
+//
+// Plan option push (forward): the home rank writes row and RowOrigin into the destination's slot
+// and counts there. It finds the place in the counts of all ranks (PushTable) and waits for the
+// slot by the destination's counter. For machines whose links write faster than they read, and to
+// measure what pull is worth.
 #pragma once
 #include <cstdint>
 
@@ -19,8 +24,8 @@ struct Cost {
   std::int64_t flops = 0, local_bytes = 0, link_bytes = 0;
 };
 
-// Cost of pulling `rows` rows, `remote_rows` of them from other ranks, `tensors` tensors per row (1
-// forward: x; 2 backward: dY and x).
+// Cost of pulling (or pushing) `rows` rows, `remote_rows` of them from other ranks, `tensors`
+// tensors per row (1 forward: x; 2 backward: dY and x).
 constexpr Cost cost(const Problem& p, std::int64_t rows, std::int64_t remote_rows,
                     std::int64_t tensors) {
   const std::int64_t row_bytes =

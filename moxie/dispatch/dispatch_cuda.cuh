@@ -153,11 +153,13 @@ __device__ __forceinline__ void copy_rows(const Pull& p, const Quarter& q, int32
   for (int32_t c = lane_idx; c < q.num_rows * num_chunks; c += 32) keep[c] = to[c];
 }
 
-// Role of one warp. `delay` injects faults. Returns when its rows are out, or when a wait gave up.
-template <class Delay>
-__device__ __forceinline__ void pull_rows(const Pull& p, PullRows& slot, int32_t warp_idx,
-                                          int32_t num_warps, const device::WaitLimits& limits,
-                                          uint32_t what, const Delay& delay) {
+// Role of one warp. `recorder` writes the timeline, `delay` injects faults. Returns when its rows
+// are out, or when a wait gave up.
+template <class Recorder, class Delay>
+__device__ __forceinline__ void pull_rows(const Pull& p, PullRows& slot, Recorder& recorder,
+                                          int32_t warp_idx, int32_t num_warps,
+                                          const device::WaitLimits& limits, uint32_t what,
+                                          const Delay& delay) {
   const int32_t lane_idx = threadIdx.x % 32;
   const int32_t num_quarters =
       static_cast<int32_t>(pipeline::num_dispatch_units(*p.table) * kQuarters);
@@ -168,6 +170,7 @@ __device__ __forceinline__ void pull_rows(const Pull& p, PullRows& slot, int32_t
     look_up(p, quarter + num_warps, num_quarters, lane_idx, slot);
     if (q.num_rows == 0) continue;
     delay();
+    const uint64_t begin_ns = recorder.now();
     // Signalled by FC1: all its tiles of the block that holds the slot have read their rows.
     const int64_t holder = q.block - p.x_ring_blocks;
     bool healthy = true;
@@ -185,6 +188,7 @@ __device__ __forceinline__ void pull_rows(const Pull& p, PullRows& slot, int32_t
       device::add_release_gpu(
           p.x_ready + pipeline::minibatch_of(*p.table, BlockId{q.block}, p.minibatch_blocks),
           static_cast<uint32_t>(q.num_rows));
+      recorder.add_dispatch(begin_ns, q.block, q.begin);
     }
   }
 }

@@ -47,4 +47,29 @@ void pull_rows(const PeerMemory& peers, const pipeline::RowOrigin* origins, pipe
   }
 }
 
+// What a rank's own sorted routes say, and where a push goes on the destination.
+struct PushSource {
+  const std::int32_t* routes_sorted = nullptr;  // [T * K]
+  const float* weights_sorted = nullptr;        // [T * K]
+  const std::byte* x = nullptr;                 // [T, H]
+};
+struct PushTarget {
+  pipeline::RowOrigin* origins = nullptr;  // [128] of the block
+  std::byte* block = nullptr;              // [128, H] slot
+  std::byte* keep = nullptr;               // [128, H] second copy for the context, or null
+};
+
+inline void push_rows(const PushSource& source, RankId me, const pipeline::PushRows& unit,
+                      std::int64_t top_k, std::int64_t row_bytes, const PushTarget& target) {
+  for (std::int64_t i = unit.rows.begin; i < unit.rows.end; ++i) {
+    const std::int64_t at = unit.sorted_idx + i - unit.rows.begin;
+    const std::int32_t route = source.routes_sorted[at];
+    target.origins[i] = {me.v, route, source.weights_sorted[at]};
+    const std::byte* row = source.x + route / top_k * row_bytes;
+    std::memcpy(target.block + i * row_bytes, row, static_cast<std::size_t>(row_bytes));
+    if (target.keep != nullptr)
+      std::memcpy(target.keep + i * row_bytes, row, static_cast<std::size_t>(row_bytes));
+  }
+}
+
 }  // namespace moxie::dispatch

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "moxie/core/ids.h"
+#include "moxie/core/problem.h"
 #include "moxie/pipeline/tiles.h"
 
 namespace moxie::pipeline {
@@ -74,6 +75,53 @@ struct BlockTable {
     const std::int64_t* prefix = row_prefix + e.v * (num_ranks + 1);
     const std::int64_t i = last_not_above(prefix, num_ranks, row_in_expert);
     return {rotated_source(i), source_begin[e.v * num_ranks + i] + (row_in_expert - prefix[i])};
+  }
+};
+
+// The rows that this rank pushes into one block of a destination.
+struct PushRows {
+  RankId to;
+  std::int64_t block = 0;       // routed blocks of the destination, from 0
+  Range rows;                   // inside the block
+  std::int64_t sorted_idx = 0;  // of the first one, in this rank's sorted routes
+};
+
+// Push dispatch: where this rank's rows lie on every destination. Every rank can tell from all
+// ranks' route_begin. Built by schedule/ once per pass.
+struct PushTable {
+  std::int64_t num_ranks = 0;
+  RankId me;
+  std::int64_t num_experts = 0;               // E
+  std::int64_t num_blocks = 0;                // the most routed blocks of a destination
+  const std::int32_t* route_begin = nullptr;  // [E + 1] own
+  const std::int32_t* first_row =
+      nullptr;  // [E] the place inside the expert of this rank's first row
+  const std::int32_t* expert_block =
+      nullptr;  // [E + R] of each destination: first routed block of its experts, and the end
+  const std::int32_t* shared_blocks =
+      nullptr;  // [R] of each destination: its counters count them first
+  const std::int32_t* unit_begin =
+      nullptr;  // [num_blocks * R + 1] first unit of (block, rotated destination)
+
+  MOXIE_HD constexpr RankId rotated_destination(std::int64_t i) const {
+    return RankId{(me.v + i) % num_ranks};
+  }
+  MOXIE_HD constexpr const std::int32_t* expert_block_of(RankId to) const {
+    return expert_block + expert_begin(num_experts, num_ranks, to) + to.v;
+  }
+  MOXIE_HD constexpr std::int64_t num_units() const { return unit_begin[num_blocks * num_ranks]; }
+
+  // This rank's rows of one block of a destination; none past its last block.
+  MOXIE_HD constexpr PushRows rows(std::int64_t block, RankId to) const {
+    const std::int32_t* begin = expert_block_of(to);
+    const std::int64_t n = num_local_experts(num_experts, num_ranks, to);
+    if (block >= begin[n]) return {to, block, {0, 0}, 0};
+    const std::int64_t local = last_not_above(begin, n, block);
+    const std::int64_t e = expert_begin(num_experts, num_ranks, to) + local;
+    const std::int64_t at = first_row[e] - (block - begin[local]) * kBlockRows;  // in this block
+    const std::int64_t end = at + route_begin[e + 1] - route_begin[e];
+    const Range rows{min64(max64(at, 0), kBlockRows), min64(max64(end, 0), kBlockRows)};
+    return {to, block, rows, route_begin[e] + rows.begin - at};
   }
 };
 

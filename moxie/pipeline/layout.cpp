@@ -1,7 +1,18 @@
-// The memory table: every region of heap and workspace with its bytes.
+// Lists made of the layouts: every buffer with its bytes, and what fault injection may spoil.
 #include "moxie/pipeline/layout.h"
 
 namespace moxie::pipeline {
+
+std::vector<Region> poisoned_heap(const HeapLayout& heap, bool x_in_place) {
+  const std::int64_t after_x = heap.x_in.offset + heap.x_in.num_bytes;
+  if (!x_in_place) return {{heap.signals_bytes, heap.num_bytes - heap.signals_bytes}};
+  return {{heap.signals_bytes, heap.x_in.offset - heap.signals_bytes},
+          {after_x, heap.num_bytes - after_x}};
+}
+
+std::vector<Region> poisoned_workspace(const WorkspaceLayout& w) {
+  return {{0, w.pass_count.offset}, {w.tables_bytes, w.num_bytes - w.tables_bytes}};
+}
 
 std::vector<NamedBytes> buffer_bytes(const Problem& problem, const Plan& plan) {
   const HeapLayout h = heap_layout(problem);
@@ -10,8 +21,8 @@ std::vector<NamedBytes> buffer_bytes(const Problem& problem, const Plan& plan) {
       {"heap.signals", h.signals_bytes},
       {"heap.x_in", h.x_in.num_bytes},
       {"heap.dy_in", h.dy_in.num_bytes},
-      {"heap.routes",
-       h.routes_sorted.num_bytes + h.weights_sorted.num_bytes + h.route_begin.num_bytes},
+      {"heap.routes", h.routes_sorted.num_bytes + h.weights_sorted.num_bytes +
+                          h.route_begin.num_bytes + h.num_tokens.num_bytes},
       {"heap.returns", h.returns.num_bytes},
       {"heap.d_weights", h.d_weights.num_bytes},
       {"workspace.tables", w.tables_bytes},
@@ -19,6 +30,7 @@ std::vector<NamedBytes> buffer_bytes(const Problem& problem, const Plan& plan) {
       {"forward.x_ring", w.x_ring.num_bytes},
       {"forward.hidden_ring", w.hidden_ring.num_bytes},
       {"forward.shared_hidden", w.shared_hidden.num_bytes},
+      {"forward.y", w.y.num_bytes},
       {"backward.dy_ring", w.dy_ring.num_bytes},
       {"backward.x_ring", w.xb_ring.num_bytes},
       {"backward.dgate_dup_wa",

@@ -55,6 +55,7 @@ struct HeapLayout {
   Region routes_sorted;   // i32 [T_max * K]     routes by (expert, token, slot)
   Region weights_sorted;  // f32 [T_max * K]
   Region route_begin;     // i32 [E + 1]
+  Region num_tokens;      // i32               of this pass; push dispatch
   Region returns;         // dtype [T_max * K, H]  row pieces pushed home; backward: pieces of dX
   Region d_weights;       // f32 [T_max * K]     backward: router-weight gradients pushed home
   std::int64_t num_bytes = 0;
@@ -75,6 +76,7 @@ MOXIE_HD constexpr HeapLayout heap_layout(const Problem& p) {
   l.routes_sorted = pack.take(routes * 4);
   l.weights_sorted = pack.take(routes * 4);
   l.route_begin = pack.take((p.num_experts + 1) * 4);
+  l.num_tokens = pack.take(4);
   l.returns = pack.take(routes * p.hidden * elem);
   l.d_weights = pack.take(routes * 4);
   l.num_bytes = pack.end();
@@ -90,6 +92,7 @@ struct Extents {
   std::int64_t blocks = 0;             // both
   std::int64_t chunks = 0;             // most backward chunks
   std::int64_t wide_intermediate = 0;  // max(I, I_s)
+  std::int64_t y_counters = 0;         // (slab, routed block), if communication workers combine
 };
 MOXIE_HD constexpr Extents extents(const Problem& p, const Plan& plan) {
   Extents e;
@@ -100,6 +103,7 @@ MOXIE_HD constexpr Extents extents(const Problem& p, const Plan& plan) {
   e.chunks = e.blocks + e.local_experts +
              1;  // an expert without rows has one empty chunk: it writes the zeros
   e.wide_intermediate = max64(p.intermediate, p.shared.intermediate);
+  e.y_counters = plan.combine == CombineMode::comm_workers ? plan.num_slabs * e.routed_blocks : 0;
   return e;
 }
 
@@ -107,16 +111,20 @@ MOXIE_HD constexpr Extents extents(const Problem& p, const Plan& plan) {
 // addresses.
 struct WorkspaceLayout {
   // tables of one pass (blocks.h)
-  Region row_prefix;     // i64 [E_local, R + 1]
-  Region source_begin;   // i32 [E_local, R]
-  Region expert_block;   // i32 [E_local + 1]
-  Region chunk_block;    // i32 [chunks + 1]
-  Region chunk_expert;   // i32 [chunks]
-  Region chunk_after;    // i32 [chunks]
-  Region step_ticket;    // i64 [chunks + lag_chunks + 1]
-  Region ids;            // i32 [T_max * K]   expert of each route, -1 = none
-  Region origins;        // RowOrigin [routed_blocks * 128]
-  Region shared_weight;  // f32 [T_max]       sigmoid output gate, or 1
+  Region row_prefix;          // i64 [E_local, R + 1]
+  Region source_begin;        // i32 [E_local, R]
+  Region expert_block;        // i32 [E_local + 1]
+  Region chunk_block;         // i32 [chunks + 1]
+  Region chunk_expert;        // i32 [chunks]
+  Region chunk_after;         // i32 [chunks]
+  Region step_ticket;         // i64 [chunks + lag_chunks + 1]
+  Region push_first_row;      // i32 [E]         push dispatch only, as the next three: PushTable
+  Region push_expert_block;   // i32 [E + R]
+  Region push_shared_blocks;  // i32 [R]
+  Region push_unit_begin;     // i32 [routed_blocks * R + 1]
+  Region ids;                 // i32 [T_max * K]   expert of each route, -1 = none
+  Region origins;             // RowOrigin [routed_blocks * 128]
+  Region shared_weight;       // f32 [T_max]       sigmoid output gate, or 1
   // counters, two banks (signals.h)
   Region pass_count;  // u64               passes of this workspace; its parity picks the bank
   Region counters;    // u32 [2, counter_words]
@@ -127,6 +135,7 @@ struct WorkspaceLayout {
   Region x_ring;         // dtype [x_ring_blocks * 128, H]
   Region hidden_ring;    // dtype [hidden_ring_blocks * 128, I]
   Region shared_hidden;  // dtype [T_max, I_s]
+  Region y;              // dtype [routed_blocks * 128, H]  if communication workers combine
   Region shared_out;  // dtype [T_max, H]    forward: the shared expert's output; backward: its dX
   // backward
   Region dy_ring;        // dtype [ring * 128, H]
@@ -145,13 +154,15 @@ struct CounterLayout {
   std::int64_t stage_unit, stage_done;  // next unit; T units done
   std::int64_t schedule_ready;          // 1
   std::int64_t ticket, tasks_done, dispatch_unit, merge_unit, merge_done, closed;
-  std::int64_t phase;        // split mode: [kMaxPhases] workers that finished a phase
-  std::int64_t slab_done;    // [kMaxSlabs] FC2 (backward: dX) tiles of the slab
-  std::int64_t shared_done;  // shared FC2 (backward: dX) tiles
-  std::int64_t x_ready;      // [groups] rows of the minibatch
-  std::int64_t fc1_done;     // [blocks] FC1 (backward: dgrad) tiles
-  std::int64_t fc2_done;     // [blocks] FC2 tiles
-  std::int64_t trail_done;   // [chunks] dX and wgrad tiles
+  std::int64_t phase;         // split mode: [kMaxPhases] workers that finished a phase
+  std::int64_t combine_unit;  // if communication workers combine: next unit
+  std::int64_t slab_done;     // [kMaxSlabs] FC2 (backward: dX) tiles of the slab, or combine units
+  std::int64_t shared_done;   // shared FC2 (backward: dX) tiles
+  std::int64_t x_ready;       // [groups] rows of the minibatch
+  std::int64_t fc1_done;      // [blocks] FC1 (backward: dgrad) tiles
+  std::int64_t fc2_done;      // [blocks] FC2 tiles
+  std::int64_t trail_done;    // [chunks] dX and wgrad tiles
+  std::int64_t y_ready;       // [slabs, routed_blocks] FC2 tiles, if communication workers combine
   std::int64_t num_words;
 };
 inline constexpr std::int64_t kMaxPhases = 8;
@@ -174,12 +185,14 @@ MOXIE_HD constexpr CounterLayout counter_layout(const Extents& e) {
   c.merge_done = take(1);
   c.closed = take(1);
   c.phase = take(kMaxPhases);
+  c.combine_unit = take(1);
   c.slab_done = take(kMaxSlabs);
   c.shared_done = take(1);
   c.x_ready = take(e.blocks);
   c.fc1_done = take(e.blocks);
   c.fc2_done = take(e.blocks);
   c.trail_done = take(e.chunks);
+  c.y_ready = take(e.y_counters);
   c.num_words = n;
   return c;
 }
@@ -196,6 +209,12 @@ MOXIE_HD constexpr WorkspaceLayout workspace_layout(const Problem& p, const Plan
   l.chunk_expert = pack.take(e.chunks * 4);
   l.chunk_after = pack.take(e.chunks * 4);
   l.step_ticket = pack.take((e.chunks + plan.lag_chunks + 2) * 8);
+  if (plan.dispatch == DispatchMode::push) {
+    l.push_first_row = pack.take(p.num_experts * 4);
+    l.push_expert_block = pack.take((p.num_experts + p.num_ranks) * 4);
+    l.push_shared_blocks = pack.take(p.num_ranks * 4);
+    l.push_unit_begin = pack.take((e.routed_blocks * p.num_ranks + 1) * 4);
+  }
   l.ids = pack.take(p.max_tokens * p.top_k * 4);
   l.origins =
       pack.take(e.routed_blocks * kBlockRows * static_cast<std::int64_t>(sizeof(RowOrigin)));
@@ -210,6 +229,8 @@ MOXIE_HD constexpr WorkspaceLayout workspace_layout(const Problem& p, const Plan
   l.hidden_ring = pack.take(plan.hidden_ring_blocks * kBlockRows * p.intermediate * elem);
   l.shared_hidden =
       pack.take(p.shared.intermediate > 0 ? p.max_tokens * p.shared.intermediate * elem : 0);
+  if (plan.combine == CombineMode::comm_workers)
+    l.y = pack.take(plan.capacity_rows * p.hidden * elem);
   const std::int64_t forward_end = pack.end();
   pack.rewind(both);
   l.dy_ring = pack.take(ring_rows * p.hidden * elem);
@@ -224,6 +245,32 @@ MOXIE_HD constexpr WorkspaceLayout workspace_layout(const Problem& p, const Plan
   l.num_bytes = max64(forward_end, pack.end());
   return l;
 }
+
+// What a context keeps of one rank, next to i32 ids and f32 weights [T_max * K].
+struct ContextBytes {
+  std::int64_t routes = 0;    // ids and weights
+  std::int64_t z = 0;         // dtype [saved blocks * 128, 2 I]
+  std::int64_t x = 0;         // dtype [saved blocks * 128, H]   SavePolicy::z_and_x
+  std::int64_t shared_z = 0;  // dtype [T_max, 2 I_s]
+  constexpr std::int64_t total() const { return routes + z + x + shared_z; }
+};
+MOXIE_HD constexpr std::int64_t saved_blocks(const Plan& plan) {
+  return plan.save == SavePolicy::none ? 0 : plan.saved_rows / kBlockRows;
+}
+constexpr ContextBytes context_bytes(const Problem& p, const Plan& plan) {
+  const std::int64_t elem = size_bytes(p.dtype), rows = saved_blocks(plan) * kBlockRows;
+  ContextBytes c;
+  c.routes = p.max_tokens * p.top_k * 8;
+  c.z = rows * 2 * p.intermediate * elem;
+  if (plan.save == SavePolicy::z_and_x) c.x = rows * p.hidden * elem;
+  if (plan.save != SavePolicy::none) c.shared_z = p.max_tokens * 2 * p.shared.intermediate * elem;
+  return c;
+}
+
+// What a pass writes before it reads it: fault injection fills these with 0xFF. Signals, counters
+// and the pass count live on from pass to pass; so does x where the caller wrote it in place.
+std::vector<Region> poisoned_heap(const HeapLayout& heap, bool x_in_place);
+std::vector<Region> poisoned_workspace(const WorkspaceLayout& workspace);
 
 // Every buffer of one rank with its bytes, heap first; the closed form behind `Layer::memory()`.
 struct NamedBytes {

@@ -26,6 +26,8 @@ const char* name(CombineMode combine) {
 std::string to_string(const Plan& p) {
   std::string text = fmt::format("{} {}", name(p.mode), name(p.order));
   if (p.order == TaskOrder::lag) text += fmt::format(" lag={}", p.lag_bands);
+  if (p.dispatch != DispatchMode::pull) text += fmt::format(" dispatch={}", name(p.dispatch));
+  if (p.combine != CombineMode::epilogue) text += fmt::format(" combine={}", name(p.combine));
   return text + fmt::format(
                     " slabs={} band={} minibatch={} capacity={} x_ring={} hidden_ring={} chunk={} "
                     "lag_chunks={} "
@@ -97,7 +99,7 @@ void check(const Problem& problem, const Plan& p) {
   check_between("chunk_blocks", p.chunk_blocks, 1, 1 << 20, any);
   check_between("lag_chunks", p.lag_chunks, 1, INT32_MAX,
                 "dX of a chunk needs all its dgrad tiles first");
-  check_between("comm_workers", p.comm_workers, 1, 1024, "rows must be pulled by somebody");
+  check_between("comm_workers", p.comm_workers, 0, 1024, "0: the backend's own choice");
   check_between("compute_workers", p.compute_workers, 1, 1024,
                 "tiles must be computed by somebody");
 
@@ -114,6 +116,13 @@ void check(const Problem& problem, const Plan& p) {
   check_between("saved_rows", p.saved_rows, 0, p.capacity_rows, "at most the capacity");
 
   const std::int64_t routed = p.capacity_rows / kBlockRows, blocks = all_blocks(problem, p);
+  if (blocks > kMaxPassBlocks) {
+    fail(
+        fmt::format("plan.capacity_rows {} makes up to {} blocks per pass, must be at most {} (a "
+                    "row's place in a pass has 32 bits); nearest legal capacity_rows {}",
+                    p.capacity_rows, blocks, kMaxPassBlocks,
+                    std::max<std::int64_t>(kMaxPassBlocks - (blocks - routed), 1) * kBlockRows));
+  }
   // Tickets are claimed from 32-bit counters. The most numerous stream is the backward one.
   const std::int64_t wide = extents(problem, p).wide_intermediate;
   const std::int64_t tickets =

@@ -1,6 +1,6 @@
 // Plan: every tunable choice of a pass, as data. A plan changes the time a pass takes and the
-// memory it needs, never the bits it computes. `resolve` fills the zeros in, `check` proves that
-// the result cannot deadlock (docs/protocol.md).
+// memory it needs, never the bits it computes. `resolve` fills the zeros in (but for comm_workers,
+// whose 0 is a choice), `check` proves that the result cannot deadlock (docs/protocol.md).
 #pragma once
 #include <cstdint>
 #include <string>
@@ -55,8 +55,9 @@ struct Plan {
   std::int32_t lag_chunks = 1;  // backward: chunks by which dgrad runs ahead of dX and wgrad
   std::int64_t backward_ring_blocks = 0;  // backward slots; 0: all the capacity
   SavePolicy save = SavePolicy::z;
-  std::int64_t saved_rows = -1;   // -1: all the capacity; whole blocks are saved
-  std::int32_t comm_workers = 1;  // per rank, >= 1; CPU only: a CUDA world uses every CTA for both
+  std::int64_t saved_rows = -1;      // -1: all the capacity; whole blocks are saved
+  std::int32_t comm_workers = 0;     // per rank. CPU: threads, 0 means one. CUDA: CTAs that only
+                                     // communicate, 0: none, the spare warps of every CTA do it
   std::int32_t compute_workers = 1;  // per rank, >= 1
   friend bool operator==(const Plan&, const Plan&) = default;
 };
@@ -64,11 +65,13 @@ std::string to_string(const Plan& plan);
 
 namespace pipeline {
 
+inline constexpr std::int64_t kMaxPassBlocks = 1 << 24;  // shared and routed
+
 // The most padded blocks of routed rows a rank can receive: every route of every rank to its
 // experts, each expert ending in a block of its own. Worst case, hence "proven".
 std::int64_t worst_case_blocks(const Problem& problem);
 
-// Replaces every "0: choose" by its number. Split mode gets full-size rings.
+// Replaces every "0: choose" or "0: all" by its number. Split mode gets full-size rings.
 Plan resolve(const Problem& problem, const Plan& plan);
 
 // Throws Error(invalid_plan) naming the option, its value, the rule and the nearest legal value.

@@ -230,6 +230,48 @@ MOXIE_HD constexpr DispatchUnit dispatch_unit(const BlockTable& t, std::int64_t 
   return dispatch_unit(t, unit, t.rows(dispatch_block(t, unit)));
 }
 
+// Push dispatch: by block, so that whoever waits for a slot waits for rows that everybody has
+// pushed before, then by destination, me first, then parts of this rank's rows in the block. Only
+// parts with rows are counted.
+MOXIE_HD constexpr std::int64_t num_push_units(Range rows) {
+  return ceil_div(rows.size(), kDispatchUnitRows);
+}
+MOXIE_HD constexpr PushRows push_unit(const PushTable& t, std::int64_t unit) {
+  const std::int64_t at = last_not_above(t.unit_begin, t.num_blocks * t.num_ranks, unit);
+  PushRows u = t.rows(at / t.num_ranks, t.rotated_destination(at % t.num_ranks));
+  const std::int64_t skip = (unit - t.unit_begin[at]) * kDispatchUnitRows;
+  u.rows = {u.rows.begin + skip, min64(u.rows.begin + skip + kDispatchUnitRows, u.rows.end)};
+  u.sorted_idx += skip;
+  return u;
+}
+// Where a block's counters of the destination are, and whose FC1 tiles free its slot: a block
+// before the shared ones' end means nobody held it.
+MOXIE_HD constexpr BlockId push_block(const PushTable& t, const PushRows& u) {
+  return BlockId{t.shared_blocks[u.to.v] + u.block};
+}
+
+// Combine by communication workers: slab by slab, as the FC2 tiles come.
+struct CombineUnit {
+  std::int64_t slab;
+  BlockId block;
+  Range rows;  // inside the block; may be empty past the real count
+};
+MOXIE_HD constexpr std::int64_t num_combine_units(const BlockTable& t, std::int64_t num_slabs) {
+  return num_dispatch_units(t) * num_slabs;
+}
+MOXIE_HD constexpr CombineUnit combine_unit(const BlockTable& t, std::int64_t unit) {
+  const std::int64_t per_slab = num_dispatch_units(t);
+  const DispatchUnit u = dispatch_unit(t, unit % per_slab);
+  return {unit / per_slab, u.block, u.rows};
+}
+// The count at which slab_done says that all pieces of a slab are home.
+MOXIE_HD constexpr std::int64_t num_slab_pieces(CombineMode combine, const BlockTable& t,
+                                                Range slab_tiles) {
+  return combine == CombineMode::comm_workers
+             ? num_dispatch_units(t)
+             : (t.num_blocks - t.shared_blocks) * slab_tiles.size();
+}
+
 struct MergeUnit {
   std::int64_t slab;
   Range tokens;
