@@ -64,7 +64,7 @@ void print_table(const PlanOptions& o, const Problem& problem, const planner::Ma
   fmt::print("machine    {}, {} SMs at {:.0f} MHz ({}), {} ranks, {} routing\n", machine.device,
              machine.num_sms(), machine.clock_mhz, name(o.layer.load), problem.num_ranks,
              to_string(o.layer.routing));
-  fmt::print("plan       {}\n", wrapped(short_plan(c.chosen.plan, c.chosen.comm_ctas), 11));
+  fmt::print("plan       {}\n", wrapped(short_plan(c.chosen.plan), 11));
   fmt::print("predicted  {}, {:.2f} GB per rank\n", time_words(c.chosen, o.passes),
              c.chosen.memory_gb);
   fmt::print("default    {}\n", time_words(c.default_plan, o.passes));
@@ -95,7 +95,6 @@ void print_table(const PlanOptions& o, const Problem& problem, const planner::Ma
 
 Json rated_json(const planner::RatedPlan& r) {
   return {{"plan", to_json(r.plan)},
-          {"comm_ctas", r.comm_ctas},
           {"forward_ms", r.forward_ms > 0 ? Json(r.forward_ms) : Json()},
           {"backward_ms", r.backward_ms > 0 ? Json(r.backward_ms) : Json()},
           {"memory_gb", r.memory_gb},

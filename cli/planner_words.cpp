@@ -108,14 +108,15 @@ std::string to_string(const planner::RoutingSpec& r) {
   return "?";
 }
 
-std::string short_plan(const Plan& p, std::int32_t comm_ctas) {
+std::string short_plan(const Plan& p) {
   const bool lag = p.order == TaskOrder::lag;
   return fmt::format(
       "{}, {} {}, band {}, minibatch {}, {} dispatch, combine by {}, {}, rings x {} hidden {} "
       "backward {}, chunk {}, save {}",
       name(p.mode), name(p.order), lag ? p.lag_bands : p.num_slabs, p.band_blocks,
       p.minibatch_blocks, name(p.dispatch), name(p.combine),
-      comm_ctas == 0 ? "spare warps communicate" : fmt::format("{} communication CTAs", comm_ctas),
+      p.comm_workers == 0 ? "spare warps communicate"
+                          : fmt::format("{} communication CTAs", p.comm_workers),
       p.x_ring_blocks, p.hidden_ring_blocks, p.backward_ring_blocks, p.chunk_blocks, name(p.save));
 }
 

@@ -26,7 +26,7 @@ std::vector<std::int64_t> layer_tokens(const LayerOptions& options);
 planner::Machine layer_machine(const LayerOptions& options);
 std::string to_string(const planner::RoutingSpec& routing);
 
-std::string short_plan(const Plan& plan, std::int32_t comm_ctas);
+std::string short_plan(const Plan& plan);
 std::string shares(const planner::Uses& uses);  // "GEMM 93.1 %, start 4.4 %, ..."
 Json to_json(const planner::SimResult& result);
 Json to_json(const planner::Bounds& bounds);

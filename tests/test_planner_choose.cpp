@@ -176,7 +176,7 @@ TEST(PlannerChoose, MemoryIsWhatTheClosedFormSays) {
         at(knobs, Knob::order) = hidden_small ? 4 : 0;
         const auto built = build(p, knobs, Passes::both, 1000 * p.top_k, 132);
         if (!built) continue;
-        const Plan& plan = built->plan;
+        const Plan& plan = *built;
         const std::int64_t H = p.hidden, I = p.intermediate, W = std::max(I, p.shared.intermediate),
                            T = 1000, K = p.top_k, routed = plan.capacity_rows / 128;
         const auto expect = [&](const char* name, std::int64_t want) {
@@ -238,8 +238,10 @@ TEST(PlannerChoose, BadRequestsAreRefusedWithAWayOut) {
   const Problem p = preset_problem(find_preset("qwen3-30b-a3b"), 2, 256);
   const RoutingCounts routing = make_routing(p, {256, 256});
   Plan plan = pipeline::resolve(p, {});
-  expect_error(ErrorCode::invalid_plan, {"comm_ctas is 132", "nearest legal value 131"},
-               [&] { simulate(p, plan, routing, m, {.comm_ctas = 132}); });
+  Plan crowded = plan;
+  crowded.comm_workers = 132;
+  expect_error(ErrorCode::invalid_plan, {"comm_workers is 132", "nearest legal value 131"},
+               [&] { simulate(p, crowded, routing, m); });
   plan.x_ring_blocks = 2;
   expect_error(ErrorCode::invalid_plan, {"x_ring_blocks is 2", "nearest legal value 8"},
                [&] { simulate(p, plan, routing, m); });

@@ -57,6 +57,8 @@ Scene random_scene(std::mt19937_64& rng) {
   plan.chunk_blocks = static_cast<std::int32_t>(pick(rng, 1, 4));
   plan.lag_chunks = static_cast<std::int32_t>(pick(rng, 1, 3));
   plan.save = static_cast<SavePolicy>(rng() % 3);
+  plan.dispatch = static_cast<DispatchMode>(rng() % 2);
+  plan.combine = static_cast<CombineMode>(rng() % 2);
   plan = pipeline::resolve(p, plan);
   const std::int64_t routed = plan.capacity_rows / pipeline::kBlockRows,
                      all = plan.backward_ring_blocks;
@@ -111,17 +113,30 @@ std::array<Traces, 2> run_both(const test::LayerCase& layer_case, const Plan& pl
   return both;
 }
 
-// What a worker did, in order, waits and times left out.
+// What a worker did, in order, waits and times left out. Units that workers of both roles claim are
+// listed without their worker: which of them merges a unit, or carries a piece home, is decided by
+// chance; that each of them is done once, is not.
 using Step = std::tuple<int, std::int32_t, std::int32_t, bool>;  // kind, block, tile, shared
-std::vector<Step> steps(const Trace& t, std::int32_t rank, Role role, bool merges) {
+bool claimed_by_both(const Event& e, const Plan& plan, const Trace& t) {
+  const bool forward = t.title.starts_with("forward");
+  return e.kind == Kind::merge ||
+         (e.kind == Kind::combine && forward && plan.combine == CombineMode::comm_workers);
+}
+std::vector<Step> steps(const Trace& t, std::int32_t rank, Role role, const Plan& plan) {
   std::vector<Step> list;
   for (const Event& e : t.events) {
-    if (e.rank != rank || e.kind == Kind::wait) continue;
-    if (merges ? e.kind == Kind::merge : e.role == role && e.kind != Kind::merge)
+    if (e.rank == rank && e.kind != Kind::wait && e.role == role && !claimed_by_both(e, plan, t))
       list.emplace_back(static_cast<int>(e.kind), e.block, e.tile, e.shared);
   }
-  // Which of the two workers merges a unit is decided by chance; that every unit is merged, is not.
-  if (merges) std::sort(list.begin(), list.end());
+  return list;
+}
+std::vector<Step> shared_steps(const Trace& t, std::int32_t rank, const Plan& plan) {
+  std::vector<Step> list;
+  for (const Event& e : t.events) {
+    if (e.rank == rank && claimed_by_both(e, plan, t))
+      list.emplace_back(static_cast<int>(e.kind), e.block, e.tile, e.shared);
+  }
+  std::sort(list.begin(), list.end());
   return list;
 }
 
@@ -135,11 +150,12 @@ TEST(PlannerOrder, OneWorkerOfEachRoleDoesTheSameInTheSameOrder) {
     for (const Traces& both : run_both(layer_case, s.plan)) {
       for (std::int32_t r = 0; r < both.cpu.num_ranks; ++r) {
         for (const Role role : {Role::comm, Role::compute}) {
-          const auto want = steps(both.cpu, r, role, false), got = steps(both.sim, r, role, false);
+          const auto want = steps(both.cpu, r, role, s.plan),
+                     got = steps(both.sim, r, role, s.plan);
           ASSERT_EQ(want, got) << both.cpu.title << " rank " << r << " " << name(role);
           num_steps += want.size();
         }
-        ASSERT_EQ(steps(both.cpu, r, Role::comm, true), steps(both.sim, r, Role::comm, true));
+        ASSERT_EQ(shared_steps(both.cpu, r, s.plan), shared_steps(both.sim, r, s.plan));
       }
     }
   }
@@ -156,6 +172,8 @@ class Checker {
         plan_(plan),
         routing_(routing),
         forward_(direction == Direction::forward),
+        pushed_(forward_ && plan.dispatch == DispatchMode::push),
+        carried_(forward_ && plan.combine == CombineMode::comm_workers),
         trace_(trace) {}
 
   std::int64_t check() {
@@ -180,6 +198,7 @@ class Checker {
     std::map<std::int64_t, Ends> minibatch, slab_all_ranks, trail;  // trail: dX and wgrad by chunk
     const std::int64_t tiles = pipeline::num_fc2_tiles(problem_.hidden),
                        slabs = forward_ ? plan_.num_slabs : 1;
+    std::map<std::pair<std::int64_t, std::int64_t>, Ends> y;  // FC2 tiles of (block, slab)
     const auto note = [](Ends& x, const Event& e) {
       x.last_end = std::max(x.last_end, e.end_ns);
       x.first_begin = std::min(x.first_begin, e.begin_ns);
@@ -187,10 +206,12 @@ class Checker {
     };
     for (const Event& e : trace_.events) {
       if (e.kind == Kind::combine)
-        note(slab_all_ranks[pipeline::slab_of_tile(e.tile, slabs, tiles)], e);
+        note(slab_all_ranks[carried_ ? e.tile : pipeline::slab_of_tile(e.tile, slabs, tiles)], e);
       if (e.rank != r) continue;
       note(ends[{e.kind, e.block, false}], e);
-      if (e.kind == Kind::dispatch)
+      if (e.kind == Kind::fc2) note(y[{e.block, pipeline::slab_of_tile(e.tile, slabs, tiles)}], e);
+      // Pushed rows are recorded where they come from, by the number of a block elsewhere.
+      if (e.kind == Kind::dispatch && !pushed_)
         note(minibatch[pipeline::minibatch_of(table_, BlockId{e.block}, plan_.minibatch_blocks)],
              e);
       if (e.kind == Kind::dx || e.kind == Kind::wgrad)
@@ -202,7 +223,11 @@ class Checker {
       const std::int64_t b = e.block;
       const bool shared = e.kind != Kind::wgrad && b >= 0 && table_.is_shared(BlockId{b});
       switch (e.kind) {
+        case Kind::combine:
+          if (carried_) after("pieces stored", e.begin_ns, y[{b, e.tile}]);
+          break;
         case Kind::dispatch: {
+          if (pushed_) break;
           const std::int64_t holder =
               b - (forward_ ? plan_.x_ring_blocks : plan_.backward_ring_blocks);
           if (forward_ && holder >= table_.shared_blocks)
@@ -288,7 +313,7 @@ class Checker {
   const Problem& problem_;
   const Plan& plan_;
   const RoutingCounts& routing_;
-  const bool forward_;
+  const bool forward_, pushed_, carried_;
   const Trace& trace_;
   std::vector<std::int64_t> row_prefix_, step_ticket_;
   std::vector<std::int32_t> source_begin_, expert_block_, chunk_block_, chunk_expert_, chunk_after_;
@@ -353,8 +378,8 @@ TEST(PlannerOrder, AnotherTaskOrderChangesBoth) {
   std::vector<std::vector<Step>> seen;
   for (const Plan& plan : {slabs, lag, bands}) {
     const Traces forward = run_both(layer_case, pipeline::resolve(spec.problem, plan))[0];
-    const auto cpu = steps(forward.cpu, 0, Role::compute, false);
-    EXPECT_EQ(cpu, steps(forward.sim, 0, Role::compute, false));
+    const auto cpu = steps(forward.cpu, 0, Role::compute, plan);
+    EXPECT_EQ(cpu, steps(forward.sim, 0, Role::compute, plan));
     for (const auto& other : seen) EXPECT_NE(cpu, other);
     seen.push_back(cpu);
   }

@@ -90,7 +90,7 @@ double estimate_ms(const Problem& p, const Plan& plan, const RankLoad& busiest, 
   const bool backward = o.direction == Direction::backward;
   const double row = static_cast<double>(p.hidden * size_bytes(p.dtype));
   const double ctas =
-      m[Field::num_sms] - o.reserve_sms - (plan.mode == ExecMode::split ? 0 : o.comm_ctas);
+      m[Field::num_sms] - o.reserve_sms - (plan.mode == ExecMode::split ? 0 : plan.comm_workers);
   // Products: padding to half blocks, overhead per tile, power.
   const double pad = busiest.rows > 0
                          ? (busiest.rows + 32 * busiest.blocks /
@@ -122,8 +122,8 @@ double estimate_ms(const Problem& p, const Plan& plan, const RankLoad& busiest, 
   if (plan.mode == ExecMode::split)
     return start + round + gemm + link + merge + 5 * m[Field::launch_us] * 1e-3;
   // Communication that the workers cannot move as fast as the link takes it.
-  const double movers =
-      o.comm_ctas > 0 ? o.comm_ctas * m[Field::sm_beside_gbps] : ctas * m[Field::spare_warp_gbps];
+  const double movers = plan.comm_workers > 0 ? plan.comm_workers * m[Field::sm_beside_gbps]
+                                              : ctas * m[Field::spare_warp_gbps];
   const double dispatch = dispatched * 1e-6 / movers;
   const double slabs = backward || plan.order == TaskOrder::lag ? 1 : plan.num_slabs;
   const double first = static_cast<double>(plan.minibatch_blocks * kBlockRows) * row * 1e-6 /

@@ -75,8 +75,7 @@ class Search {
   std::vector<Rated> others(const Rated& center) const {
     std::vector<Rated> list;
     for (const auto& [knobs, plan] : rated_) {
-      if (plan && knobs != center.knobs &&
-          !(plan->plan == center.plan.plan && plan->comm_ctas == center.plan.comm_ctas))
+      if (plan && knobs != center.knobs && !(plan->plan == center.plan.plan))
         list.push_back({knobs, *plan});
     }
     std::stable_sort(list.begin(), list.end(), [](const Rated& a, const Rated& b) {
@@ -104,10 +103,10 @@ class Search {
     if (known != rated_.end()) return known->second;
     std::optional<RatedPlan> rated;
     if (const auto built = build(p_, knobs, request_.passes, expected_rows_, machine_.num_sms())) {
-      const double gb = plan_memory_gb(p_, built->plan, request_.passes);
+      const double gb = plan_memory_gb(p_, *built, request_.passes);
       smallest_gb_ = std::min(smallest_gb_, gb);
       if (gb <= budget_gb_) {
-        rated = RatedPlan{built->plan, built->comm_ctas};
+        rated = RatedPlan{*built};
         rated->memory_gb = gb;
         for (const Direction d : {Direction::forward, Direction::backward}) {
           if (!(d == Direction::forward ? passes_forward() : passes_backward())) continue;
@@ -139,17 +138,16 @@ class Search {
  private:
   bool passes_forward() const { return request_.passes != Passes::backward; }
   bool passes_backward() const { return request_.passes != Passes::forward; }
-  SimOptions options(const RatedPlan& plan, Direction d, bool symmetric) const {
+  SimOptions options(Direction d, bool symmetric) const {
     SimOptions o;
     o.direction = d;
-    o.comm_ctas = plan.comm_ctas;
     o.reserve_sms = request_.reserve_sms;
     o.symmetric = symmetric;
     return o;
   }
   SimResult run(const RatedPlan& plan, Direction d, bool symmetric) {
     ++choice_.num_simulated;
-    return simulate(p_, plan.plan, routing_, machine_, options(plan, d, symmetric));
+    return simulate(p_, plan.plan, routing_, machine_, options(d, symmetric));
   }
   // Knobs that a direction does not feel share one simulation.
   double time_of(const KnobSet& knobs, const RatedPlan& plan, Direction d) {
@@ -175,7 +173,7 @@ class Search {
       const KnobSet& k = candidate.second;
       int& seen = kinds[{planner::at(k, Knob::mode), planner::at(k, Knob::order),
                          planner::at(k, Knob::dispatch), planner::at(k, Knob::combine),
-                         planner::at(k, Knob::comm_ctas) != 0}];
+                         planner::at(k, Knob::comm_workers) != 0}];
       if (finalists.size() < 6 || (++seen == 1 && finalists.size() < 24))
         finalists.push_back(candidate);
     }
@@ -186,14 +184,13 @@ class Search {
       const auto built = build(p_, knobs, request_.passes, expected_rows_, machine_.num_sms());
       if (!built) return;
       ++choice_.num_estimated;
-      const double gb = plan_memory_gb(p_, built->plan, request_.passes);
+      const double gb = plan_memory_gb(p_, *built, request_.passes);
       smallest_gb_ = std::min(smallest_gb_, gb);
       if (gb > budget_gb_) return;
-      const RatedPlan plan{built->plan, built->comm_ctas};
       double ms = 0;
       for (const Direction d : {Direction::forward, Direction::backward}) {
         if (d == Direction::forward ? passes_forward() : passes_backward())
-          ms += estimate_ms(p_, built->plan, load_, machine_, options(plan, d, false));
+          ms += estimate_ms(p_, *built, load_, machine_, options(d, false));
       }
       all.emplace_back(ms, knobs);
       return;

@@ -23,8 +23,7 @@ struct PlanRequest {
 };
 
 struct RatedPlan {
-  Plan plan;  // resolved, legal
-  std::int32_t comm_ctas = 0;
+  Plan plan;                               // resolved, legal
   double forward_ms = 0, backward_ms = 0;  // 0: not asked for
   double memory_gb = 0;
   double total_ms() const { return forward_ms + backward_ms; }

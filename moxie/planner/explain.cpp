@@ -58,22 +58,16 @@ std::string limits(const char* pass, const SimResult& r, const Bounds& b) {
 }  // namespace
 
 std::vector<NamedGb> context_gb(const Problem& p, const Plan& plan) {
-  const double elem = static_cast<double>(size_bytes(p.dtype));
-  const double rows =
-      plan.save == SavePolicy::none
-          ? 0
-          : static_cast<double>(plan.saved_rows / pipeline::kBlockRows * pipeline::kBlockRows);
-  std::vector<NamedGb> kept = {
-      {"context.routes", static_cast<double>(p.max_tokens * p.top_k * 8) * 1e-9},
-      {"context.z", rows * 2 * static_cast<double>(p.intermediate) * elem * 1e-9},
+  const pipeline::ContextBytes kept = pipeline::context_bytes(p, plan);
+  std::vector<NamedGb> list;
+  const auto add = [&](const char* name, std::int64_t bytes) {
+    if (bytes > 0) list.push_back({name, static_cast<double>(bytes) * 1e-9});
   };
-  if (plan.save == SavePolicy::z_and_x)
-    kept.push_back({"context.x", rows * static_cast<double>(p.hidden) * elem * 1e-9});
-  if (plan.save != SavePolicy::none && p.shared.intermediate > 0) {
-    kept.push_back({"context.shared_z",
-                    static_cast<double>(p.max_tokens * 2 * p.shared.intermediate) * elem * 1e-9});
-  }
-  return kept;
+  add("context.routes", kept.routes);
+  add("context.z", kept.z);
+  add("context.x", kept.x);
+  add("context.shared_z", kept.shared_z);
+  return list;
 }
 
 std::string explain(const PlanRequest& request, const Machine&, const PlanChoice& choice,

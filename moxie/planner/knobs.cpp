@@ -21,7 +21,7 @@ constexpr std::int32_t kTwo[] = {0, 1};
 constexpr std::int32_t kOrders[] = {4, 1, 2, 8, -2, -4};  // > 0: slabs; < 0: lag in bands
 constexpr std::int32_t kBands[] = {8, 4, 16};
 constexpr std::int32_t kMinibatches[] = {1, 2, 4, 16};
-constexpr std::int32_t kCommCtas[] = {0, 4, 8, 16, 32};
+constexpr std::int32_t kCommWorkers[] = {0, 4, 8, 16, 32};
 constexpr std::int32_t kSaves[] = {1, 0, 2};  // SavePolicy
 constexpr std::int32_t kChunks[] = {8, 4, 16, 32};
 constexpr std::int32_t kLagChunks[] = {1, 2};
@@ -33,7 +33,7 @@ constexpr std::array<Values, kNumKnobs> kKnobs = {{
     {"minibatch_blocks", kMinibatches},
     {"dispatch", kTwo},
     {"combine", kTwo},
-    {"comm_ctas", kCommCtas},
+    {"comm_workers", kCommWorkers},
     {"capacity_rows", kTwo},
     {"x_ring_blocks", kTwo},
     {"hidden_ring_blocks", kTwo},
@@ -63,7 +63,7 @@ std::string value_name(Knob knob, std::int32_t index) {
     case Knob::dispatch: return name(static_cast<DispatchMode>(v));
     case Knob::combine: return name(static_cast<CombineMode>(v));
     case Knob::save: return name(static_cast<SavePolicy>(v));
-    case Knob::comm_ctas: return v == 0 ? "spare warps" : std::to_string(v);
+    case Knob::comm_workers: return v == 0 ? "spare warps" : std::to_string(v);
     case Knob::capacity: return v == 0 ? "worst case" : "twice the expected";
     case Knob::x_ring:
     case Knob::hidden_ring:
@@ -86,10 +86,9 @@ bool touches(Knob knob, Direction direction) {
   }
 }
 
-std::optional<BuiltPlan> build(const Problem& problem, const KnobSet& knobs, Passes passes,
-                               std::int64_t expected_rows, std::int64_t num_sms) {
-  BuiltPlan built;
-  Plan& p = built.plan;
+std::optional<Plan> build(const Problem& problem, const KnobSet& knobs, Passes passes,
+                          std::int64_t expected_rows, std::int64_t num_sms) {
+  Plan p;
   const std::int32_t order = value(knobs, Knob::order);
   p.mode = static_cast<ExecMode>(value(knobs, Knob::mode));
   p.order = order > 0 ? TaskOrder::slabs : TaskOrder::lag;
@@ -103,12 +102,12 @@ std::optional<BuiltPlan> build(const Problem& problem, const KnobSet& knobs, Pas
   p.lag_chunks = value(knobs, Knob::lag_chunks);
   p.save = passes == Passes::forward ? SavePolicy::none
                                      : static_cast<SavePolicy>(value(knobs, Knob::save));
-  built.comm_ctas = value(knobs, Knob::comm_ctas);
+  p.comm_workers = value(knobs, Knob::comm_workers);
   const bool split = p.mode == ExecMode::split;
   // Said already by another combination.
   if (passes == Passes::forward && at(knobs, Knob::save) != 0) return {};
-  if (split && (order != 4 || built.comm_ctas != 0 || p.minibatch_blocks != 1)) return {};
-  if (built.comm_ctas >= num_sms / 2) return {};
+  if (split && (order != 4 || p.comm_workers != 0 || p.minibatch_blocks != 1)) return {};
+  if (p.comm_workers >= num_sms / 2) return {};
   if (order > pipeline::num_fc2_tiles(problem.hidden)) return {};
   const std::int64_t experts = ceil_div(problem.num_experts, problem.num_ranks);
   const std::int64_t worst = pipeline::worst_case_blocks(problem);
@@ -147,7 +146,7 @@ std::optional<BuiltPlan> build(const Problem& problem, const KnobSet& knobs, Pas
   } catch (const Error&) {
     return {};
   }
-  return built;
+  return p;
 }
 
 }  // namespace moxie::planner

@@ -13,18 +13,18 @@
 namespace moxie::planner {
 
 enum class Knob : std::int32_t {
-  mode,         // fused, split
-  order,        // slabs 1, 2, 4, 8; lag 2, 4
-  band,         // blocks
-  minibatch,    // blocks
-  dispatch,     // pull, push
-  combine,      // epilogue, communication workers
-  comm_ctas,    // 0: spare warps
-  capacity,     // worst case, twice the expected rows
-  x_ring,       // all, a few bands
-  hidden_ring,  // all, as few as the order allows and a band more
-  save,         // z, nothing, z and x
-  chunk,        // blocks
+  mode,          // fused, split
+  order,         // slabs 1, 2, 4, 8; lag 2, 4
+  band,          // blocks
+  minibatch,     // blocks
+  dispatch,      // pull, push
+  combine,       // epilogue, communication workers
+  comm_workers,  // CTAs that only communicate; 0: spare warps
+  capacity,      // worst case, twice the expected rows
+  x_ring,        // all, a few bands
+  hidden_ring,   // all, as few as the order allows and a band more
+  save,          // z, nothing, z and x
+  chunk,         // blocks
   lag_chunks,
   backward_ring,  // all, as few as allowed and a chunk more
 };
@@ -40,13 +40,9 @@ std::string value_name(Knob knob, std::int32_t value);
 // Which passes a knob can change the time of.
 bool touches(Knob knob, Direction direction);
 
-struct BuiltPlan {
-  Plan plan;
-  std::int32_t comm_ctas = 0;
-};
 // Empty when the combination is not legal (pipeline::check) or says the same as another one.
 // `expected_rows`: of the busiest rank, what capacity and saved rows are sized by.
-std::optional<BuiltPlan> build(const Problem& problem, const KnobSet& knobs, Passes passes,
-                               std::int64_t expected_rows, std::int64_t num_sms);
+std::optional<Plan> build(const Problem& problem, const KnobSet& knobs, Passes passes,
+                          std::int64_t expected_rows, std::int64_t num_sms);
 
 }  // namespace moxie::planner

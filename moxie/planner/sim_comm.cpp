@@ -62,7 +62,7 @@ Process Simulation::schedule_pass(Worker& w) {
 }
 
 // Pulls rows into ring slots, in block order.
-Process Simulation::dispatch_rows(Worker& w) {
+Process Simulation::pull_rows(Worker& w) {
   RankState& r = *w.rank;
   const std::int64_t units = pipeline::num_dispatch_units(r.table);
   while (r.dispatch_unit < units) {
@@ -102,63 +102,83 @@ Process Simulation::dispatch_rows(Worker& w) {
   }
 }
 
-// Push dispatch: writes own rows into the slots of the ranks that will compute them. The flag that
-// tells them travels behind the rows.
+PushUnit Simulation::push_unit(const RankState& r, std::int64_t unit) const {
+  if (options_.symmetric) return r.push_units[static_cast<std::size_t>(unit)];
+  const pipeline::PushRows u = pipeline::push_unit(r.push, unit);
+  return {u.to.v, static_cast<std::int32_t>(u.block), static_cast<std::int32_t>(u.rows.size())};
+}
+std::int64_t Simulation::num_push_units(const RankState& r) const {
+  return options_.symmetric ? static_cast<std::int64_t>(r.push_units.size()) : r.push.num_units();
+}
+
+// Push dispatch: writes own rows into the slots of the ranks that will compute them, and counts
+// them there: a count that travels behind the rows.
 Process Simulation::push_rows(Worker& w) {
   RankState& r = *w.rank;
-  while (r.dispatch_unit < static_cast<std::int64_t>(r.push_units.size())) {
-    const PushUnit unit = r.push_units[static_cast<std::size_t>(r.dispatch_unit++)];
-    RankState& dest = at(RankId{unit.dest});
-    const BlockId b{unit.block};
-    co_await wait(w, dest.schedule_ready, 1, WaitFor::schedule_ready, 0);
-    co_await wait_slot_free(w, dest, b);
+  while (r.dispatch_unit < num_push_units(r)) {
+    const PushUnit unit = push_unit(r, r.dispatch_unit++);
+    const RankId to{unit.dest};
+    RankState& dest = at(to);
+    const BlockId b{dest.table.shared_blocks + unit.block};
+    if (unit.block >= plan_.x_ring_blocks) {
+      co_await wait(w, dest.fc1_done[static_cast<std::size_t>(b.v - plan_.x_ring_blocks)],
+                    pipeline::num_fc1_tiles(problem_.intermediate), WaitFor::peer_slot_free,
+                    unit.dest);
+    }
     const Time begin = now_;
-    double bytes = static_cast<double>(unit.rows) * dispatch_row_bytes(dest, b);
+    double bytes = static_cast<double>(unit.rows) * row_bytes_;
     if (!dest.fresh.empty()) {
       const auto e = static_cast<std::size_t>(dest.block_expert[static_cast<std::size_t>(b.v)]);
       bytes *= dest.fresh[static_cast<std::size_t>(r.me.v * dest.table.num_experts) + e];
     }
-    Time end = transfer(r.me, RankId{unit.dest}, bytes, push_, true);
+    Time end = transfer(r.me, to, bytes, push_, true);
     end = std::max(end, now_ + static_cast<Time>(bytes * 1e3 / w.dispatch_gbps));
-    // A release waits until the rows are acknowledged.
-    const Time flag = signal_time(r.me, RankId{unit.dest});
-    co_await sleep(w, end + (unit.dest == r.me.v ? 0 : flag));
-    record(w, trace::Kind::dispatch, b.v, -1, false, begin, now_);
+    const Time flag = signal_time(r.me, to);  // a release waits until the rows are acknowledged
+    co_await sleep(w, end + (to == r.me ? 0 : flag));
+    record(w, trace::Kind::dispatch, unit.block, -1, false, begin, now_);
     used(w, Use::communicate, begin);
-    const auto routed = static_cast<std::size_t>(dest.table.routed_idx(b));
-    later(now_ + flag, dest.x_ready[routed / static_cast<std::size_t>(plan_.minibatch_blocks)],
+    later(now_ + flag, dest.x_ready[static_cast<std::size_t>(unit.block / plan_.minibatch_blocks)],
           static_cast<std::uint32_t>(unit.rows));
   }
 }
 
-// Combine by communication workers: a block's pieces of one slab go home when its FC2 tiles are
-// stored.
-Process Simulation::combine_rows(Worker& w) {
+Process Simulation::dispatch_rows(Worker& w) {
+  if (dispatch_by_push())
+    co_await push_rows(w);
+  else
+    co_await pull_rows(w);
+}
+
+// Combine by communication workers: rows of a slab go home, block by block, as FC2 stores them.
+Process Simulation::combine_slab(Worker& w, std::int64_t slab) {
   RankState& r = *w.rank;
-  const std::int64_t tiles = pipeline::num_fc2_tiles(problem_.hidden);
-  while (r.combine_unit < num_slabs() * r.routed_blocks) {
-    const std::int64_t unit = r.combine_unit++;
-    const std::int64_t slab = unit / r.routed_blocks;
-    const BlockId b{r.table.shared_blocks + unit % r.routed_blocks};
-    co_await wait(w, r.y_ready[static_cast<std::size_t>(unit)],
-                  pipeline::slab_tiles(slab, num_slabs(), tiles).size(), WaitFor::fc1_done, b.v);
-    const Time begin = now_;
-    const double cols = static_cast<double>(slab_columns(slab).size());
-    const double bytes =
-        static_cast<double>(r.block_rows[static_cast<std::size_t>(b.v)]) * cols * cost_.elem;
-    const Time end =
-        std::max(push_pieces(r, b, cols), now_ + static_cast<Time>(bytes * 1e3 / w.dispatch_gbps));
-    co_await sleep(w, end);
-    record(w, trace::Kind::combine, b.v, slab, false, begin, now_);
-    used(w, Use::communicate, begin);
-    piece_pushed(r, slab, r.routed_blocks, now_);
+  const pipeline::Range tiles =
+      pipeline::slab_tiles(slab, num_slabs(), pipeline::num_fc2_tiles(problem_.hidden));
+  const double cols = static_cast<double>(slab_columns(slab).size());
+  const std::int64_t end = pipeline::num_combine_units(r.table, slab + 1);
+  while (r.combine_unit < end) {
+    const pipeline::CombineUnit unit = pipeline::combine_unit(r.table, r.combine_unit++);
+    if (unit.rows.size() > 0) {
+      const auto y =
+          static_cast<std::size_t>(slab * r.routed_blocks + r.table.routed_idx(unit.block));
+      co_await wait(w, r.y_ready[y], tiles.size(), WaitFor::y_ready, unit.block.v);
+      const Time begin = now_;
+      const double bytes = static_cast<double>(unit.rows.size()) * cols * cost_.elem;
+      const Time sent = std::max(push_pieces(r, unit.block, unit.rows, cols),
+                                 now_ + static_cast<Time>(bytes * 1e3 / w.dispatch_gbps));
+      co_await sleep(w, sent);
+      record(w, trace::Kind::combine, unit.block.v, slab, false, begin, now_);
+      used(w, Use::communicate, begin);
+    }
+    piece_pushed(r, slab, now_);
   }
 }
 
-// Merges token ranges slab by slab as soon as every peer has pushed that slab.
-Process Simulation::merge_returns(Worker& w) {
+// Merges the token ranges of slabs [0, end) that nobody has claimed, each as soon as every peer has
+// pushed its slab.
+Process Simulation::merge_slabs(Worker& w, std::int64_t end) {
   RankState& r = *w.rank;
-  const std::int64_t units = pipeline::num_merge_units(r.num_tokens, num_slabs());
+  const std::int64_t units = pipeline::num_merge_units(r.num_tokens, end);
   const std::int64_t pieces = problem_.top_k + (problem_.shared.intermediate > 0 ? 2 : 1);
   const std::int64_t shared_tiles =
       r.table.shared_blocks * pipeline::num_fc2_tiles(problem_.hidden);
@@ -172,13 +192,22 @@ Process Simulation::merge_returns(Worker& w) {
     const double bytes =
         static_cast<double>(unit.tokens.size() * pieces * slab_columns(unit.slab).size()) *
         cost_.elem;
-    const Time end =
+    const Time merged =
         std::max(r.memory.serve(now_, bytes), now_ + static_cast<Time>(bytes * 1e3 / w.merge_gbps));
-    co_await sleep(w, end);
+    co_await sleep(w, merged);
     record(w, trace::Kind::merge, claimed, unit.slab, false, begin, now_);
     used(w, Use::merge, begin);
     add(r.merge_done, 1);
   }
+}
+
+// What is left of a worker's pass when its rows or tickets are out.
+Process Simulation::return_rows(Worker& w) {
+  for (std::int64_t s = 0; combine_by_comm() && s < num_slabs(); ++s) {
+    co_await combine_slab(w, s);
+    co_await merge_slabs(w, s);
+  }
+  co_await merge_slabs(w, num_slabs());
 }
 
 // The rank may leave when its output is whole and every peer has pushed everything.

@@ -111,9 +111,9 @@ void Simulation::combine_tile(Worker& w, const Task& task) {
                1);
   }
   const Range cols = pipeline::tile_range(task.tile, pipeline::kFc2TileCols, problem_.hidden);
-  w.push_free = push_pieces(r, task.block, static_cast<double>(cols.size()));
-  piece_pushed(r, slab, r.routed_blocks * pipeline::slab_tiles(slab, num_slabs(), tiles).size(),
-               w.push_free);
+  const Range rows{0, r.block_rows[static_cast<std::size_t>(task.block.v)]};
+  w.push_free = push_pieces(r, task.block, rows, static_cast<double>(cols.size()));
+  piece_pushed(r, slab, w.push_free);
 }
 
 // True if the task has nothing to wait for: the common case, decided without a program of its own.

@@ -28,8 +28,8 @@ Simulation::Simulation(const Problem& problem, const Plan& plan, const RoutingCo
       domain_(std::max<std::int64_t>(1, machine.domain_ranks())) {
   const std::int64_t count = options.symmetric ? 1 : problem.num_ranks;
   for (std::int64_t r = 0; r < count; ++r) build_rank(r);
-  if (plan.dispatch == DispatchMode::push) build_push_units();
   for (const auto& r : ranks_) {
+    if (dispatch_by_push()) options.symmetric ? mirror_pushes(*r) : build_push(*r);
     judge_power(*r);
     add_workers(*r);
   }
@@ -124,33 +124,38 @@ void Simulation::build_sources(RankState& r) {
   }
 }
 
-// Push dispatch: what each home rank sends, block after block, within a block to the rank after
-// itself first. In a symmetric simulation what my peers send me stands for what I send them.
-void Simulation::build_push_units() {
+// Push dispatch: where this rank's rows lie on every destination.
+void Simulation::build_push(RankState& r) {
+  const auto R = static_cast<std::size_t>(problem_.num_ranks);
+  const std::int64_t capacity = plan_.capacity_rows / kBlockRows;
+  std::vector<const std::int32_t*> route_begin;
+  std::vector<std::int32_t> tokens;
   std::int64_t most = 0;
-  for (const auto& r : ranks_) most = std::max(most, r->routed_blocks);
-  for (std::int64_t b = 0; b < most; ++b) {
-    for (const auto& dest : ranks_) {
-      if (b >= dest->routed_blocks) continue;
-      for (std::int32_t i = dest->source_of[static_cast<std::size_t>(b)];
-           i < dest->source_of[static_cast<std::size_t>(b + 1)]; ++i) {
-        const BlockSource& s = dest->sources[static_cast<std::size_t>(i)];
-        RankState& home = at(RankId{s.rank});
-        home.push_units.push_back({options_.symmetric ? s.rank : dest->me.v,
-                                   static_cast<std::int32_t>(b + dest->table.shared_blocks),
-                                   s.rows});
-      }
-    }
+  for (std::int64_t p = 0; p < problem_.num_ranks; ++p) {
+    route_begin.push_back(routing_.of_rank(p));
+    tokens.push_back(static_cast<std::int32_t>(routing_.tokens[static_cast<std::size_t>(p)]));
+    most = std::max(most, at(RankId{p}).routed_blocks);
   }
-  if (options_.symmetric) return;
-  for (const auto& r : ranks_) {
-    const auto rotated = [&](const PushUnit& u) {
-      return (u.dest - r->me.v + problem_.num_ranks) % problem_.num_ranks;
-    };
-    std::stable_sort(r->push_units.begin(), r->push_units.end(),
-                     [&](const PushUnit& a, const PushUnit& b) {
-                       return a.block != b.block ? a.block < b.block : rotated(a) < rotated(b);
-                     });
+  r.push_first_row.resize(static_cast<std::size_t>(problem_.num_experts));
+  r.push_expert_block.resize(static_cast<std::size_t>(problem_.num_experts) + R);
+  r.push_shared_blocks.resize(R);
+  r.push_unit_begin.resize(static_cast<std::size_t>(most) * R + 1);
+  r.push = pipeline::build_push(problem_, r.me, route_begin, tokens, capacity,
+                                r.push_first_row.data(), r.push_expert_block.data(),
+                                r.push_shared_blocks.data(), r.push_unit_begin.data());
+}
+
+// In a symmetric simulation what my peers push here stands for what I push to them.
+void Simulation::mirror_pushes(RankState& r) {
+  for (std::int32_t b = 0; b < r.routed_blocks; ++b) {
+    for (std::int32_t i = r.source_of[static_cast<std::size_t>(b)];
+         i < r.source_of[static_cast<std::size_t>(b + 1)]; ++i) {
+      const BlockSource& s = r.sources[static_cast<std::size_t>(i)];
+      for (std::int32_t row = 0; row < s.rows; row += pipeline::kDispatchUnitRows)
+        r.push_units.push_back({s.rank, b,
+                                static_cast<std::int32_t>(std::min<std::int64_t>(
+                                    pipeline::kDispatchUnitRows, s.rows - row))});
+    }
   }
 }
 
@@ -270,7 +275,8 @@ void Simulation::judge_power(RankState& r) {
   const double cycle_ps = 1e6 / machine_.clock_mhz;
   r.cycle_ps = cycle_ps;
   if (split() || !gpu()) return;
-  const double ctas = static_cast<double>(machine_.num_sms() - options_.comm_ctas);
+  const double ctas =
+      static_cast<double>(machine_.num_sms() - options_.reserve_sms - plan_.comm_workers);
   const double gemm_ms = gemm_cycles(r) / ctas * cycle_ps * 1e-9;
   if (gemm_ms <= 0) return;
   r.stretch = 1 + machine_[Field::moved_ms_per_gb] * moved_bytes(r) * 1e-9 / gemm_ms;
@@ -279,17 +285,18 @@ void Simulation::judge_power(RankState& r) {
 
 void Simulation::add_workers(RankState& r) {
   const std::int64_t sms = machine_.num_sms() - options_.reserve_sms;
-  if (gpu() && options_.comm_ctas >= sms) {
-    throw Error(ErrorCode::invalid_plan,
-                fmt::format("comm_ctas is {}, must be between 0 and {} (the device has {} SMs, one "
-                            "must compute); nearest legal value {}",
-                            options_.comm_ctas, sms - 1, sms, sms - 1));
+  if (gpu() && plan_.comm_workers >= sms) {
+    throw Error(
+        ErrorCode::invalid_plan,
+        fmt::format("plan.comm_workers is {}, must be between 0 and {} (the device has {} SMs, one "
+                    "must compute); nearest legal value {}",
+                    plan_.comm_workers, sms - 1, sms, sms - 1));
   }
   std::int64_t comm = std::max(plan_.comm_workers, 1), compute = plan_.compute_workers;
-  const bool spare = gpu() && options_.comm_ctas == 0 && !split();
+  const bool spare = gpu() && plan_.comm_workers == 0 && !split();
   if (gpu()) {
-    comm = split() ? 1 : spare ? sms : options_.comm_ctas;
-    compute = split() ? sms - 1 : sms - options_.comm_ctas;
+    comm = split() ? 1 : spare ? sms : plan_.comm_workers;
+    compute = split() ? sms - 1 : sms - plan_.comm_workers;
   }
   for (std::int64_t i = 0; i < comm + compute; ++i) {
     Worker* w = &workers_.emplace_back();

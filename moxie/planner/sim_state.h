@@ -45,7 +45,7 @@ struct BlockSource {
   std::int32_t rank = 0, rows = 0;
 };
 struct PushUnit {
-  std::int32_t dest = 0, block = 0, rows = 0;  // block: of the destination
+  std::int32_t dest = 0, block = 0, rows = 0;  // block: routed block of the destination
 };
 // Signals from all ranks that a rank waits for together: only the last one matters.
 struct Gathered {
@@ -67,8 +67,10 @@ struct RankState {
   std::vector<std::int32_t> block_rows, block_expert;  // [num_blocks]
   std::vector<std::int32_t> source_of;                 // [routed_blocks + 1] into sources
   std::vector<BlockSource> sources;
-  std::vector<PushUnit> push_units;
-  std::vector<float> fresh;  // [R, E_local] share of rows that dispatch moves; empty: all
+  pipeline::PushTable push;
+  std::vector<std::int32_t> push_first_row, push_expert_block, push_shared_blocks, push_unit_begin;
+  std::vector<PushUnit> push_units;  // symmetric simulation: what peers push here, mirrored
+  std::vector<float> fresh;          // [R, E_local] share of rows that dispatch moves; empty: all
   std::vector<std::int32_t> minibatch_rows, chunk_rows;
   std::vector<std::uint32_t> lead_tiles;        // [num_blocks] FC1 (dgrad) tiles
   std::vector<TileCost> lead_cost, trail_cost;  // [num_blocks] FC1 (dgrad), FC2 (dX)
@@ -100,7 +102,8 @@ class Simulation {
   // sim_setup.cpp
   void build_rank(std::int64_t r);
   void build_sources(RankState& r);
-  void build_push_units();
+  void build_push(RankState& r);
+  void mirror_pushes(RankState& r);
   void price_tasks(RankState& r);
   void judge_power(RankState& r);
   void add_workers(RankState& r);
@@ -120,8 +123,12 @@ class Simulation {
   Process dispatch_rows(Worker& w);
   Process push_rows(Worker& w);
   Process wait_slot_free(Worker& w, RankState& r, BlockId b);
-  Process combine_rows(Worker& w);
-  Process merge_returns(Worker& w);
+  Process pull_rows(Worker& w);
+  PushUnit push_unit(const RankState& r, std::int64_t unit) const;
+  std::int64_t num_push_units(const RankState& r) const;
+  Process combine_slab(Worker& w, std::int64_t slab);
+  Process merge_slabs(Worker& w, std::int64_t end);
+  Process return_rows(Worker& w);
   Process finish_pass(Worker& w);
   Process compute_tiles(Worker& w, std::int64_t end);
   Process wait_for_task(Worker& w, const pipeline::Task& task, std::int64_t ticket);
@@ -170,8 +177,8 @@ class Simulation {
   void raise(const RankState& from, Gathered RankState::*word, Time time);
   void gather(Gathered& g, Time arrival);
   void announce_slab(const RankState& from, std::int64_t slab, Time time);
-  void piece_pushed(RankState& r, std::int64_t slab, std::int64_t all, Time time);
-  Time push_pieces(RankState& r, BlockId b, double cols);
+  void piece_pushed(RankState& r, std::int64_t slab, Time time);
+  Time push_pieces(RankState& r, BlockId b, pipeline::Range rows, double cols);
   Time signal_time(RankId from, RankId to) const;
   RankState& at(RankId r) { return *ranks_[static_cast<std::size_t>(simulated(r))]; }
   std::int64_t simulated(RankId r) const { return options_.symmetric ? 0 : r.v; }
@@ -181,6 +188,8 @@ class Simulation {
   bool split() const { return plan_.mode == ExecMode::split; }
   bool gpu() const { return options_.workers == Workers::gpu; }
   std::int64_t num_slabs() const { return forward() ? plan_.num_slabs : 1; }
+  // The options are about the forward pass, as in the drivers.
+  bool dispatch_by_push() const { return forward() && plan_.dispatch == DispatchMode::push; }
   bool combine_by_comm() const { return forward() && plan_.combine == CombineMode::comm_workers; }
   double row_bytes() const { return row_bytes_; }
   double dispatch_row_bytes(const RankState& r, BlockId b) const;

@@ -22,6 +22,7 @@ void Simulation::waited(const Await& a) {
   switch (a.what) {
     case WaitFor::x_ready: use = Use::wait_rows; break;
     case WaitFor::x_slot_free:
+    case WaitFor::peer_slot_free:
     case WaitFor::hidden_free: use = Use::wait_slots; break;
     case WaitFor::inputs_ready:
     case WaitFor::schedule_ready:
@@ -120,20 +121,28 @@ void Simulation::announce_slab(const RankState& from, std::int64_t slab, Time ti
 }
 
 // Counts a pushed piece; the last one of a slab tells every peer when all of them have arrived.
-void Simulation::piece_pushed(RankState& r, std::int64_t slab, std::int64_t all, Time time) {
+void Simulation::piece_pushed(RankState& r, std::int64_t slab, Time time) {
   const auto s = static_cast<std::size_t>(slab);
+  const Range tiles =
+      pipeline::slab_tiles(slab, num_slabs(), pipeline::num_fc2_tiles(problem_.hidden));
+  const CombineMode mode = combine_by_comm() ? CombineMode::comm_workers : CombineMode::epilogue;
   r.slab_time[s] = std::max(r.slab_time[s], time);
-  if (++r.slab_pieces[s] == all) announce_slab(r, slab, r.slab_time[s]);
+  if (++r.slab_pieces[s] == pipeline::num_slab_pieces(mode, r.table, tiles))
+    announce_slab(r, slab, r.slab_time[s]);
 }
 
-// Pieces of `cols` columns of a block's rows, home. Returns when all have arrived.
-Time Simulation::push_pieces(RankState& r, BlockId b, double cols) {
+// Pieces of `cols` columns of some rows of a block, home. Returns when all have arrived.
+Time Simulation::push_pieces(RankState& r, BlockId b, Range rows, double cols) {
   const auto i = static_cast<std::size_t>(r.table.routed_idx(b));
   Time end = now_;
+  std::int64_t first = 0;
   for (std::int32_t s = r.source_of[i]; s < r.source_of[i + 1]; ++s) {
     const BlockSource& home = r.sources[static_cast<std::size_t>(s)];
-    end = std::max(end,
-                   transfer(r.me, RankId{home.rank}, home.rows * cols * cost_.elem, push_, true));
+    const std::int64_t n = std::min(rows.end, first + home.rows) - std::max(rows.begin, first);
+    first += home.rows;
+    if (n <= 0) continue;
+    const double bytes = static_cast<double>(n) * cols * cost_.elem;
+    end = std::max(end, transfer(r.me, RankId{home.rank}, bytes, push_, true));
   }
   return end;
 }

@@ -48,10 +48,7 @@ Process Simulation::run_split(Worker& w) {
   co_await stage(w);
   co_await schedule_pass(w);
   std::int64_t phase = 0;
-  if (plan_.dispatch == DispatchMode::push)
-    co_await push_rows(w);
-  else
-    co_await dispatch_rows(w);
+  co_await dispatch_rows(w);
   co_await end_phase(w, phase++);
   std::vector<std::int64_t> ends;
   if (forward()) {
@@ -69,8 +66,11 @@ Process Simulation::run_split(Worker& w) {
     co_await compute_tiles(w, end);
     co_await end_phase(w, phase++);
   }
-  if (combine_by_comm()) co_await combine_rows(w);
-  co_await merge_returns(w);
+  if (combine_by_comm()) {
+    for (std::int64_t s = 0; s < num_slabs(); ++s) co_await combine_slab(w, s);
+    co_await end_phase(w, phase++);
+  }
+  co_await merge_slabs(w, num_slabs());
   co_await finish_pass(w);
 }
 
@@ -78,16 +78,11 @@ Process Simulation::run_fused(Worker& w) {
   RankState& r = *w.rank;
   if (w.role == Role::comm) co_await stage(w);
   co_await schedule_pass(w);
-  if (w.role == Role::comm) {
-    if (plan_.dispatch == DispatchMode::push)
-      co_await push_rows(w);
-    else
-      co_await dispatch_rows(w);
-    if (combine_by_comm()) co_await combine_rows(w);
-  }
+  if (w.role == Role::comm) co_await dispatch_rows(w);
   // CTAs of their own join the products when they are out of rows.
-  if (w.role == Role::compute || (gpu() && !w.spare)) co_await compute_tiles(w, r.num_tickets);
-  co_await merge_returns(w);
+  const bool joins = gpu() && !w.spare && !combine_by_comm();
+  if (w.role == Role::compute || joins) co_await compute_tiles(w, r.num_tickets);
+  co_await return_rows(w);
   co_await finish_pass(w);
 }
 

@@ -19,7 +19,8 @@ const char* name(Direction direction);
 
 // Who does the work of a rank.
 enum class Workers : std::int32_t {
-  gpu,      // the SMs of the device; communication by spare warps or by CTAs of its own
+  gpu,      // the SMs of the device; plan.comm_workers of them only communicate, 0: the spare
+            // warps of all do
   as_plan,  // plan.comm_workers and plan.compute_workers, each strictly one thing after another:
             // the CPU twin's threads
 };
@@ -36,7 +37,6 @@ struct Mechanisms {
 struct SimOptions {
   Direction direction = Direction::forward;
   Workers workers = Workers::gpu;
-  std::int32_t comm_ctas = 0;  // gpu: CTAs that only communicate; 0: spare warps of every CTA
   std::int32_t reserve_sms = 0;
   // Simulate rank 0 only; its peers do to it what it does to them. Exact for equal ranks up to the
   // noise of routing, R times cheaper.
