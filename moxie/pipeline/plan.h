@@ -67,6 +67,11 @@ namespace pipeline {
 
 inline constexpr std::int64_t kMaxPassBlocks = 1 << 24;  // shared and routed
 
+// The plan of a Layer made without one: the rules that measurements gave (H200,
+// docs/decisions/005-power-and-the-pass.md). One launch was faster than split mode at every number
+// of tokens, down to 1 per rank; four slabs are best or within 0.3 % of it on every shape.
+Plan default_plan(const Problem& problem);
+
 // The most padded blocks of routed rows a rank can receive: every route of every rank to its
 // experts, each expert ending in a block of its own. Worst case, hence "proven".
 std::int64_t worst_case_blocks(const Problem& problem);
