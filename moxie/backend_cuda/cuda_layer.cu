@@ -119,11 +119,15 @@ void CudaLayer::fill_common() {
   common_.workspace = pipeline::workspace_layout(problem_, plan_);
   common_.counters = pipeline::counter_layout(common_.extents);
   common_.cuda_workspace = cuda_workspace_layout(problem_, plan_);
-  for (std::int64_t r = 0; r < problem_.num_ranks; ++r) common_.heaps[r] = backend_.heap(r);
+  for (std::int64_t r = 0; r < problem_.num_ranks; ++r) {
+    common_.heaps[r] = backend_.heap(r);
+    common_.workspaces[r] = workspaces_[static_cast<std::size_t>(r)].get();
+  }
   common_.proven_blocks = pipeline::worst_case_blocks(problem_);
   common_.saved_blocks = pipeline::saved_blocks(plan_);
   common_.abort_flag = backend_.abort_flag();
   common_.expired = backend_.expired();
+  common_.reports = backend_.report(0);
 }
 
 // What depends on addresses of this layer's own memory: the A operands and the outputs.
@@ -131,7 +135,6 @@ void CudaLayer::describe_rank(std::int64_t rank) {
   RankParams& r = ranks_[static_cast<std::size_t>(rank)];
   r.me = RankId{rank};
   r.workspace = workspaces_[static_cast<std::size_t>(rank)].get();
-  r.report = backend_.report(rank);
   const auto at = [&](const pipeline::Region& region) {
     return reinterpret_cast<bf16*>(r.workspace + region.offset);
   };
@@ -233,12 +236,12 @@ void CudaLayer::bind_context(std::int64_t rank, const CudaContext* context) {
   r.shared_z = {};
   r.keep_ids = nullptr;
   r.keep_weights = nullptr;
-  r.keep_x = nullptr;
+  common_.keep_x[rank] = nullptr;
   if (context == nullptr) return;
   const CudaContext::Rank& c = context->ranks[static_cast<std::size_t>(rank)];
   r.keep_ids = c.ids.as<std::int32_t>();
   r.keep_weights = c.weights.as<float>();
-  r.keep_x = c.x.as<bf16>();
+  common_.keep_x[rank] = c.x.as<bf16>();
   const auto saved = [](const DeviceBytes& data, std::int64_t rows, std::int64_t intermediate) {
     GroupedGemmArguments x;
     x.out = data.as<bf16>();
@@ -397,6 +400,11 @@ void CudaLayer::forward(std::span<const ForwardInput> inputs,
                         std::span<const ForwardOutput> outputs, ContextState* context,
                         trace::Trace* trace) {
   const auto* fill = static_cast<const CudaContext*>(context);
+  if (backend_.options().faults.keep_schedule && plan_.dispatch == DispatchMode::push) {
+    unavailable(
+        "faults.keep_schedule is not available with plan.dispatch push, whose rows go only where "
+        "inputs_ready was seen; use pull");
+  }
   for (std::int64_t r = 0; r < problem_.num_ranks; ++r) {
     bind_rank(r, inputs[static_cast<std::size_t>(r)], outputs[static_cast<std::size_t>(r)]);
     bind_context(r, fill);

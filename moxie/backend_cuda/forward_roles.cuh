@@ -26,8 +26,15 @@ struct Publisher {
     delay_of(common)();
     const BlockId b = block_of(tile);
     if (is_fc1(tile)) {
-      // The tile's hidden rows (tensor copies of eight lanes, all complete), to FC2.
-      device::add_release_gpu(state.counters + common.counters.fc1_done + b.v, 1);
+      // The tile's hidden rows (tensor copies of eight lanes, all complete), to FC2. Its reads of
+      // the x slot, to whoever writes there next: a peer, if the plan pushes and the slot is needed
+      // again.
+      uint32_t* done = state.counters + common.counters.fc1_done + b.v;
+      if (common.plan.dispatch == DispatchMode::push &&
+          common.plan.x_ring_blocks < state.stream.routed_blocks)
+        device::add_release_sys(done, 1);
+      else
+        device::add_release_gpu(done, 1);
     } else if (tile.product == kSharedFc2) {
       device::add_release_gpu(state.counters + common.counters.shared_done, 1);
     } else {
@@ -177,6 +184,10 @@ struct DispatchTeam {
   int32_t first_cta, num_ctas, num_warps;  // per CTA, from kFirstDispatchWarp on
   __device__ __forceinline__ bool has(schedule::Cta cta) const { return cta.idx >= first_cta; }
   __device__ __forceinline__ bool is_dedicated() const { return num_warps == kMaxDispatchWarps; }
+  __device__ __forceinline__ int32_t warp_idx(schedule::Cta cta) const {
+    return (cta.idx - first_cta) * num_warps + static_cast<int32_t>(threadIdx.x / 32) -
+           kFirstDispatchWarp;
+  }
 };
 __device__ __forceinline__ DispatchTeam dispatch_team(const ForwardCommon& common,
                                                       schedule::Cta cta) {
@@ -190,11 +201,16 @@ __device__ __forceinline__ DispatchTeam dispatch_team(const ForwardCommon& commo
 // A warp of the team.
 __device__ __forceinline__ void dispatch_rows(const ForwardCommon& common, ForwardState& state,
                                               const DispatchTeam& team) {
-  const int32_t warp_idx = threadIdx.x / 32 - kFirstDispatchWarp;
-  dispatch::pull_rows(state.pull, state.pull_slots[warp_idx], state.recorder,
-                      (state.cta.idx - team.first_cta) * team.num_warps + warp_idx,
-                      team.num_ctas * team.num_warps, state.counter_limits,
-                      code(WaitFor::x_slot_free), [&] { delay_of(common)(); });
+  const auto move = [&](const auto& way, WaitFor what) {
+    const int32_t warp_idx = threadIdx.x / 32 - kFirstDispatchWarp;
+    dispatch::move_rows(way, state.rows_slots[warp_idx], state.recorder, team.warp_idx(state.cta),
+                        team.num_ctas * team.num_warps, state.counter_limits, code(what),
+                        [&] { delay_of(common)(); });
+  };
+  if (common.plan.dispatch == DispatchMode::push)
+    move(state.push, WaitFor::peer_slot_free);
+  else
+    move(state.pull, WaitFor::x_slot_free);
 }
 
 // Consumer warps of a dedicated CTA dispatch first. Its cluster takes no tickets before all of them

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "moxie/backend_cuda/forward_state.cuh"
+#include "moxie/schedule/push_cuda.cuh"
 
 namespace moxie::backend_cuda {
 
@@ -87,6 +88,10 @@ __device__ __forceinline__ bool stage_inputs(const ForwardCommon& common, const 
       };
   const Problem& p = common.problem;
   const schedule::RouteSort sort = route_sort(common, rank, state);
+  if (cta.idx == 0 && threadIdx.x == 0) {
+    *heap_at<int32_t>(common, rank.me, common.heap.num_tokens) =
+        static_cast<int32_t>(rank.num_tokens);
+  }
   schedule::count_routes(sort, cta, scratch);
   record(0);
   bf16* x_in = heap_at<bf16>(common, rank.me, common.heap.x_in);
@@ -145,16 +150,18 @@ __device__ __forceinline__ bool collect(const ForwardCommon& common, const RankP
 }
 
 // For the host; one thread.
-__device__ __forceinline__ void report_bad_route(const RankParams& rank, int64_t route) {
-  volatile PassReport* report = rank.report;
+__device__ __forceinline__ void report_bad_route(const ForwardCommon& common,
+                                                 const RankParams& rank, int64_t route) {
+  volatile PassReport* report = common.reports + rank.me.v;
   report->bad_route = route;
   report->bad_id = rank.id_dtype == DType::i64
                        ? static_cast<const int64_t*>(rank.expert_ids)[route]
                        : static_cast<const int32_t*>(rank.expert_ids)[route];
   report->written = static_cast<uint32_t>(Verdict::invalid_route);
 }
-__device__ __forceinline__ void report_capacity(const RankParams& rank, int64_t wanted_blocks) {
-  volatile PassReport* report = rank.report;
+__device__ __forceinline__ void report_capacity(const ForwardCommon& common, const RankParams& rank,
+                                                int64_t wanted_blocks) {
+  volatile PassReport* report = common.reports + rank.me.v;
   report->wanted_blocks = wanted_blocks;
   report->written = static_cast<uint32_t>(Verdict::capacity_exceeded);
 }
@@ -172,6 +179,33 @@ __device__ __forceinline__ pipeline::BlockTable empty_table(const ForwardCommon&
   table.source_begin = at<int32_t>(rank, common.workspace.source_begin);
   table.expert_block = at<int32_t>(rank, common.workspace.expert_block);
   return table;
+}
+
+__device__ __forceinline__ pipeline::PushTable empty_push_table(const ForwardCommon& common,
+                                                                const RankParams& rank) {
+  pipeline::PushTable table;
+  table.num_ranks = common.problem.num_ranks;
+  table.me = rank.me;
+  table.num_experts = common.problem.num_experts;
+  table.route_begin = heap_at<int32_t>(common, rank.me, common.heap.route_begin);
+  table.first_row = at<int32_t>(rank, common.workspace.push_first_row);
+  table.expert_block = at<int32_t>(rank, common.workspace.push_expert_block);
+  table.shared_blocks = at<int32_t>(rank, common.workspace.push_shared_blocks);
+  table.unit_begin = at<int32_t>(rank, common.workspace.push_unit_begin);
+  return table;
+}
+
+// First CTA; to be read before this rank may announce that it is done: then peers may go on.
+__device__ __forceinline__ int32_t build_push(const ForwardCommon& common, const RankParams& rank,
+                                              int32_t* scratch) {
+  if (common.plan.dispatch != DispatchMode::push) return 0;
+  const pipeline::PushTable table = empty_push_table(common, rank);
+  return schedule::build_push(
+      {common.heaps, common.heap.route_begin.offset, common.heap.num_tokens.offset,
+       common.problem.shared.intermediate > 0, common.extents.routed_blocks,
+       const_cast<int32_t*>(table.first_row), const_cast<int32_t*>(table.expert_block),
+       const_cast<int32_t*>(table.shared_blocks), const_cast<int32_t*>(table.unit_begin)},
+      table, scratch);
 }
 
 // First CTA: tells the peers that all is staged, builds the tables, agrees on the pass and opens it
@@ -195,15 +229,16 @@ __device__ __forceinline__ void schedule_pass(const ForwardCommon& common, const
   const uint32_t bad_route = __ldcg(&state.words->bad_route);
   Verdict verdict = bad_route != 0 ? Verdict::invalid_route : Verdict::go;
   if (bad_route != 0 && threadIdx.x == 0)
-    report_bad_route(rank, rank.num_tokens * p.top_k - bad_route);
+    report_bad_route(common, rank, rank.num_tokens * p.top_k - bad_route);
   raise_everywhere(common, rank.me, common.heap.inputs_ready, state.epoch, verdict);
   if (!collect(common, rank, state, common.heap.inputs_ready, WaitFor::inputs_ready, verdict))
     return;
   record_wait(WaitFor::inputs_ready);
 
   const pipeline::BlockTable table = empty_table(common, rank);
-  int32_t num_blocks = 0;
+  int32_t num_blocks = 0, push_blocks = 0;
   if (verdict == Verdict::go) {
+    push_blocks = build_push(common, rank, scratch);
     num_blocks = schedule::build_blocks(
         {common.heaps, common.heap.route_begin.offset,
          expert_begin(p.num_experts, p.num_ranks, rank.me), const_cast<int64_t*>(table.row_prefix),
@@ -212,7 +247,7 @@ __device__ __forceinline__ void schedule_pass(const ForwardCommon& common, const
     const int64_t wanted = num_blocks - table.shared_blocks;
     if (wanted > common.extents.routed_blocks) {
       verdict = Verdict::capacity_exceeded;
-      if (threadIdx.x == 0) report_capacity(rank, wanted);
+      if (threadIdx.x == 0) report_capacity(common, rank, wanted);
     }
     if (wanted == 0 && threadIdx.x == 0) {  // no piece will ever complete a slab: say so now
       for (int64_t s = 0; s < common.plan.num_slabs; ++s)
@@ -225,7 +260,7 @@ __device__ __forceinline__ void schedule_pass(const ForwardCommon& common, const
     if (!collect(common, rank, state, common.heap.agreement, WaitFor::agreement, verdict)) return;
   }
   if (threadIdx.x == 0) {
-    *at<ScheduleResult>(rank, common.cuda_workspace.result) = {num_blocks,
+    *at<ScheduleResult>(rank, common.cuda_workspace.result) = {num_blocks, push_blocks,
                                                                static_cast<uint32_t>(verdict)};
   }
   __syncthreads();
@@ -247,6 +282,31 @@ __device__ __forceinline__ void choose_tickets(const ForwardCommon& common, Forw
   state.ticket_counter =
       state.counters + (fc1 ? common.counters.ticket
                             : common.counters.phase + __ffs(static_cast<int>(common.phases)) - 1);
+}
+
+// One thread: what the pushing warps read.
+__device__ __forceinline__ void prepare_push(const ForwardCommon& common, const RankParams& rank,
+                                             ForwardState& state, const ScheduleResult& result) {
+  state.push_table = empty_push_table(common, rank);
+  state.push_table.num_blocks = result.push_blocks;
+  // All ranks run the same passes of a layer: the peers' bank is the own one.
+  const int64_t bank = reinterpret_cast<const std::byte*>(state.counters) - rank.workspace;
+  state.push = {common.workspaces,
+                common.keep_x,
+                &common.workspace,
+                &state.push_table,
+                heap_at<int32_t>(common, rank.me, common.heap.routes_sorted),
+                heap_at<float>(common, rank.me, common.heap.weights_sorted),
+                heap_at<bf16>(common, rank.me, common.heap.x_in),
+                bank,
+                common.counters.x_ready,
+                common.counters.fc1_done,
+                common.saved_blocks,
+                common.plan.x_ring_blocks,
+                common.plan.minibatch_blocks,
+                state.stream.fc1_tiles,
+                common.problem.hidden,
+                common.problem.top_k};
 }
 
 // Every CTA: reads the schedule. False: gave up. A barrier before anybody uses `state` again is
@@ -274,7 +334,7 @@ __device__ __forceinline__ bool read_schedule(const ForwardCommon& common, const
                   &state.table,
                   at<pipeline::RowOrigin>(rank, common.workspace.origins),
                   at<bf16>(rank, common.workspace.x_ring),
-                  rank.keep_x,
+                  common.keep_x[rank.me.v],
                   common.saved_blocks,
                   common.plan.x_ring_blocks,
                   common.plan.minibatch_blocks,
@@ -283,6 +343,7 @@ __device__ __forceinline__ bool read_schedule(const ForwardCommon& common, const
                   common.problem.top_k,
                   state.counters + common.counters.x_ready,
                   state.counters + common.counters.fc1_done};
+    if (common.plan.dispatch == DispatchMode::push) prepare_push(common, rank, state, result);
     state.shared_blocks = static_cast<uint32_t>(state.table.shared_blocks);
     state.hidden_ring_blocks = static_cast<uint32_t>(common.plan.hidden_ring_blocks);
   }

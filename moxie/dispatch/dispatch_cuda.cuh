@@ -1,5 +1,5 @@
-// Dispatch on the GPU: a warp pulls rows of x from their home ranks into ring slots.
-// Contract: dispatch.h; plain body: dispatch_ref.h.
+// Dispatch on the GPU: a warp pulls rows of x from their home ranks into ring slots; the loop also
+// serves push_cuda.cuh. Contract: dispatch.h; plain body: dispatch_ref.h.
 //
 // Every warp takes every W-th quarter of a dispatch unit (W warps of the rank), so the first blocks
 // are whole after one quarter each. Lane i looks up the origin of row i of the *next* quarter
@@ -33,10 +33,15 @@ struct Pull {
   int64_t saved_blocks, x_ring_blocks, minibatch_blocks, fc1_tiles, hidden, top_k;
   uint32_t* x_ready;         // [groups]
   const uint32_t* fc1_done;  // [blocks]
+
+  __device__ __forceinline__ int64_t num_units() const {
+    return pipeline::num_dispatch_units(*table);
+  }
 };
 
-// Rows [begin, begin + num_rows) of a block and their origins; in shared memory, one per warp.
-struct PullRows {
+// Rows [begin, begin + num_rows) of a block and their origins; in shared memory, one per warp. Push
+// has one rank: the destination.
+struct RowsSlot {
   int32_t block, begin, num_rows;
   int32_t rank[kQuarterRows], route[kQuarterRows];
   float weight[kQuarterRows];
@@ -46,7 +51,7 @@ struct PullRows {
 // The copies across the link go to shared memory by themselves, so that registers are left for
 // rows.
 __device__ __forceinline__ void look_up(const Pull& p, int32_t quarter, int32_t num_quarters,
-                                        int32_t lane_idx, PullRows& next) {
+                                        int32_t lane_idx, RowsSlot& next) {
   if (quarter >= num_quarters) return;
   const BlockId block = pipeline::dispatch_block(*p.table, quarter / kQuarters);
   const LocalExpertId expert{device::warp_last_not_above(
@@ -114,14 +119,15 @@ __device__ __forceinline__ void copy_quarter(const uint4* const (&source)[kQuart
 // This lane's copy of what a quarter needs once its look-up slot is used for the next one.
 struct Quarter {
   int32_t block, begin, num_rows;
+  int32_t rank;         // push: the destination
   const uint4* source;  // of row lane, or null
 };
 
 // Takes the origins that look_up() has brought, writes them down and leaves the slot free.
-__device__ __forceinline__ Quarter take(const Pull& p, const PullRows& slot, int32_t lane_idx) {
+__device__ __forceinline__ Quarter take(const Pull& p, const RowsSlot& slot, int32_t lane_idx) {
   __pipeline_wait_prior(0);
   __syncwarp();  // what the other lanes looked up
-  Quarter q{slot.block, slot.begin, slot.num_rows, nullptr};
+  Quarter q{slot.block, slot.begin, slot.num_rows, 0, nullptr};
   if (lane_idx < q.num_rows) {
     const int64_t row =
         p.table->routed_idx(BlockId{q.block}) * pipeline::kBlockRows + q.begin + lane_idx;
@@ -132,6 +138,26 @@ __device__ __forceinline__ Quarter take(const Pull& p, const PullRows& slot, int
   return q;
 }
 
+// Every row's source, to all lanes.
+__device__ __forceinline__ void share_sources(const Quarter& q,
+                                              const uint4* (&source)[kQuarterRows]) {
+#pragma unroll
+  for (int r = 0; r < kQuarterRows; ++r) {
+    source[r] = reinterpret_cast<const uint4*>(
+        __shfl_sync(~0u, reinterpret_cast<unsigned long long>(q.source), r));
+  }
+}
+
+// One lane. False: gave up.
+__device__ __forceinline__ bool wait_slot(const Pull& p, const Quarter& q,
+                                          const device::WaitLimits& limits, uint32_t what) {
+  const int64_t holder = q.block - p.x_ring_blocks;
+  if (holder < p.table->shared_blocks) return true;
+  // Signalled by FC1: all its tiles of the block that holds the slot have read their rows.
+  return device::wait_counter(p.fc1_done + holder, static_cast<uint32_t>(p.fc1_tiles), limits, what,
+                              holder);
+}
+
 __device__ __forceinline__ void copy_rows(const Pull& p, const Quarter& q, int32_t lane_idx) {
   const int64_t routed = p.table->routed_idx(BlockId{q.block}), slot = routed % p.x_ring_blocks;
   const int32_t num_chunks = static_cast<int32_t>(p.hidden / 8);
@@ -140,11 +166,7 @@ __device__ __forceinline__ void copy_rows(const Pull& p, const Quarter& q, int32
   };
   uint4* to = at(p.x_ring, slot);
   const uint4* source[kQuarterRows];
-#pragma unroll
-  for (int r = 0; r < kQuarterRows; ++r) {
-    source[r] = reinterpret_cast<const uint4*>(
-        __shfl_sync(~0u, reinterpret_cast<unsigned long long>(q.source), r));
-  }
+  share_sources(q, source);
   copy_quarter(source, to, num_chunks, lane_idx);
   if (p.keep_x == nullptr || routed >= p.saved_blocks) return;
   uint4* keep = at(p.keep_x, routed);
@@ -153,16 +175,22 @@ __device__ __forceinline__ void copy_rows(const Pull& p, const Quarter& q, int32
   for (int32_t c = lane_idx; c < q.num_rows * num_chunks; c += 32) keep[c] = to[c];
 }
 
-// Role of one warp. `recorder` writes the timeline, `delay` injects faults. Returns when its rows
-// are out, or when a wait gave up.
-template <class Recorder, class Delay>
-__device__ __forceinline__ void pull_rows(const Pull& p, PullRows& slot, Recorder& recorder,
+// One lane, after every lane's rows and origins: to FC1 and combine of this rank.
+__device__ __forceinline__ void count_rows(const Pull& p, const Quarter& q) {
+  device::add_release_gpu(
+      p.x_ready + pipeline::minibatch_of(*p.table, BlockId{q.block}, p.minibatch_blocks),
+      static_cast<uint32_t>(q.num_rows));
+}
+
+// Role of one warp; Way is Pull or Push. `recorder` writes the timeline, `delay` injects faults.
+// Returns when its rows are out, or when a wait gave up.
+template <class Way, class Recorder, class Delay>
+__device__ __forceinline__ void move_rows(const Way& p, RowsSlot& slot, Recorder& recorder,
                                           int32_t warp_idx, int32_t num_warps,
                                           const device::WaitLimits& limits, uint32_t what,
                                           const Delay& delay) {
   const int32_t lane_idx = threadIdx.x % 32;
-  const int32_t num_quarters =
-      static_cast<int32_t>(pipeline::num_dispatch_units(*p.table) * kQuarters);
+  const int32_t num_quarters = static_cast<int32_t>(p.num_units() * kQuarters);
   look_up(p, warp_idx, num_quarters, lane_idx, slot);
 #pragma unroll 1
   for (int32_t quarter = warp_idx; quarter < num_quarters; quarter += num_warps) {
@@ -171,23 +199,14 @@ __device__ __forceinline__ void pull_rows(const Pull& p, PullRows& slot, Recorde
     if (q.num_rows == 0) continue;
     delay();
     const uint64_t begin_ns = recorder.now();
-    // Signalled by FC1: all its tiles of the block that holds the slot have read their rows.
-    const int64_t holder = q.block - p.x_ring_blocks;
-    bool healthy = true;
-    if (holder >= p.table->shared_blocks && lane_idx == 0) {
-      healthy = device::wait_counter(p.fc1_done + holder, static_cast<uint32_t>(p.fc1_tiles),
-                                     limits, what, holder);
-    }
+    const bool healthy = lane_idx != 0 || wait_slot(p, q, limits, what);
     if (!__shfl_sync(~0u, healthy, 0)) return;
     copy_rows(p, q, lane_idx);
-    // This lane's stores, to tensor copies of any SM of this GPU that follow the counter.
+    // This lane's stores, to tensor copies of any SM that follow the counter.
     cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
     __syncwarp();
-    // The warp's rows and origins, to FC1 and combine of this rank.
     if (lane_idx == 0) {
-      device::add_release_gpu(
-          p.x_ready + pipeline::minibatch_of(*p.table, BlockId{q.block}, p.minibatch_blocks),
-          static_cast<uint32_t>(q.num_rows));
+      count_rows(p, q);
       recorder.add_dispatch(begin_ns, q.block, q.begin);
     }
   }
