@@ -19,17 +19,10 @@ constexpr std::int64_t kManyRowsPerExpert = 1024;
   throw Error(ErrorCode::unavailable, sentence);
 }
 
-void check_supported(const Problem& p, const Plan& plan) {
+void check_supported(const Problem& p) {
   if (p.dtype != DType::bf16)
     unavailable(sentence("dtype {} is not available in a CUDA world, must be bf16; use World::cpu",
                          name(p.dtype)));
-  if (plan.dispatch != DispatchMode::pull)
-    unavailable(
-        "plan.dispatch push is not available in a CUDA world, must be pull; use World::cpu");
-  if (plan.combine != CombineMode::epilogue)
-    unavailable(
-        "plan.combine comm_workers is not available in a CUDA world, must be epilogue; use "
-        "World::cpu");
   if (p.top_k > merge::kMaxSlots)
     unavailable(sentence("top_k is {}, must be at most {} in a CUDA world; nearest legal value {}",
                          p.top_k, merge::kMaxSlots, merge::kMaxSlots));
@@ -88,7 +81,7 @@ void require_aligned(const char* what, std::int64_t rank, const void* data) {
 
 CudaLayer::CudaLayer(CudaBackend& backend, const Problem& problem, const Plan& plan)
     : backend_(backend), problem_(problem), plan_(plan) {
-  check_supported(problem, plan);
+  check_supported(problem);
   cluster_size_ = choose_cluster_size(problem, plan, backend.cuda().cluster_size);
   backend_.reserve(pipeline::heap_layout(problem));
   const auto num_ranks = static_cast<std::size_t>(problem.num_ranks);
@@ -148,6 +141,8 @@ void CudaLayer::describe_rank(std::int64_t rank) {
   const std::int64_t hidden_rows = plan_.hidden_ring_blocks * pipeline::kBlockRows,
                      shared = problem_.shared.intermediate;
   r.outputs[kFc1] = output(at(common_.workspace.hidden_ring), hidden_rows, problem_.intermediate);
+  if (plan_.combine == CombineMode::comm_workers)
+    r.outputs[kFc2] = output(at(common_.workspace.y), plan_.capacity_rows, problem_.hidden);
   if (shared > 0) {
     r.outputs[kSharedFc1] =
         output(at(common_.workspace.shared_hidden), problem_.max_tokens, shared);
@@ -468,8 +463,12 @@ std::int32_t CudaLayer::event_capacity(std::int32_t num_ctas) const {
   const std::int64_t tiles = blocks * (pipeline::num_fc1_tiles(common_.extents.wide_intermediate) +
                                        pipeline::num_fc2_tiles(problem_.hidden));
   const std::int64_t quarters = blocks * pipeline::kBlockRows / pipeline::kDispatchUnitRows * 4,
-                     parts = 4 * pipeline::num_merge_units(problem_.max_tokens, plan_.num_slabs);
-  return static_cast<std::int32_t>(2 * ceil_div(2 * tiles + quarters + parts, num_ctas) + 512);
+                     parts = 4 * pipeline::num_merge_units(problem_.max_tokens, plan_.num_slabs),
+                     carried = plan_.combine == CombineMode::comm_workers
+                                   ? quarters / 4 * plan_.num_slabs
+                                   : 0;
+  return static_cast<std::int32_t>(2 * ceil_div(2 * tiles + quarters + parts + carried, num_ctas) +
+                                   512);
 }
 
 void CudaLayer::backward(const ContextState&, std::span<const BackwardInput>,

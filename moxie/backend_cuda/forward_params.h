@@ -60,7 +60,7 @@ inline CudaWorkspaceLayout cuda_workspace_layout(const Problem& p, const Plan& p
 
 struct RankParams {
   expert::GemmOperands operands[kNumProducts];
-  expert::GemmOutput outputs[kNumProducts];  // hidden ring, (unused), shared_hidden, shared_out
+  expert::GemmOutput outputs[kNumProducts];  // hidden ring, y or unused, shared_hidden, shared_out
   expert::GemmOutput z, shared_z;            // [rows, 2 I] context, data = null: not saved
   std::byte* workspace;
   const bf16* x;                   // [T, H]

@@ -77,15 +77,18 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
 
   const ForwardGemm<kGeneral> gemm{
       rank.operands, {common, rank, state}, {common, state}, state.barrier_limits};
-  const DispatchTeam team = dispatch_team(common, cta);
+  const DispatchTeam team = dispatch_team(common, cta), combining = combine_team(common, cta);
   const bool is_dedicated = team.has(cta) && team.is_dedicated();
+  const bool multiplies = !(combining.has(cta) && combining.is_dedicated());
   if (threadIdx.x < 128) {
     device::setmaxnreg_dec<ForwardConfig<kClusterSize>::kProducerRegisters>();
     const int32_t warp_idx = threadIdx.x / 32;
     if (warp_idx == 0) {
-      expert::load_tiles<kClusterSize>(gemm, shared);
+      if (multiplies) expert::load_tiles<kClusterSize>(gemm, shared);
     } else if (warp_idx == 1) {
-      if (expert::is_first_cta<kClusterSize>()) {
+      if (!multiplies) {
+        // no tickets
+      } else if (expert::is_first_cta<kClusterSize>()) {
         if (!is_dedicated || wait_dispatched(state))
           post_and_publish<kClusterSize>(common, rank, shared);
       } else if constexpr (kClusterSize > 1) {
@@ -95,15 +98,15 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
       dispatch_rows(common, state, team);
       if (is_dedicated) say_dispatched<kClusterSize>(state);
     }
-    merge_returns(common, rank, state);
+    return_rows(common, rank, state, combining);
   } else {
     device::setmaxnreg_inc<ForwardConfig<kClusterSize>::kConsumerRegisters>();
     if (is_dedicated) {
       dispatch_rows(common, state, team);
       say_dispatched<kClusterSize>(state);
     }
-    expert::multiply_tiles<kClusterSize>(gemm, shared);
-    merge_returns(common, rank, state);
+    if (multiplies) expert::multiply_tiles<kClusterSize>(gemm, shared);
+    return_rows(common, rank, state, combining);
   }
   expert::sync_cluster<kClusterSize>();  // nobody leaves while its partner may still write to its
                                          // memory
