@@ -297,7 +297,7 @@ __device__ __forceinline__ void prepare_push(const ForwardCommon& common, const 
                 &state.push_table,
                 heap_at<int32_t>(common, rank.me, common.heap.routes_sorted),
                 heap_at<float>(common, rank.me, common.heap.weights_sorted),
-                heap_at<bf16>(common, rank.me, common.heap.x_in),
+                rank.x,
                 bank,
                 common.counters.x_ready,
                 common.counters.fc1_done,

@@ -15,9 +15,9 @@ struct Push {
   bf16* const* keep_x;           // [R] each [saved_blocks * 128, H] context, or null
   const pipeline::WorkspaceLayout* workspace;
   const pipeline::PushTable* table;
-  const int32_t* routes_sorted;  // [T * K] own heap, as the next two
+  const int32_t* routes_sorted;  // [T * K] own heap, as the next one
   const float* weights_sorted;   // [T * K]
-  const bf16* x;                 // [T, H]
+  const bf16* x;                 // [T, H] where the caller keeps it: peers do not read it
   int64_t counters;              // this pass's bank in every workspace, in bytes
   int64_t x_ready, fc1_done;     // words of it
   int64_t saved_blocks, x_ring_blocks, minibatch_blocks, fc1_tiles, hidden, top_k;
