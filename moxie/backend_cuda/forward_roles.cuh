@@ -3,6 +3,7 @@
 #pragma once
 
 #include "moxie/backend_cuda/forward_epilogue.cuh"
+#include "moxie/backend_cuda/forward_schedule.cuh"
 #include "moxie/combine/carry_cuda.cuh"
 #include "moxie/merge/merge_cuda.cuh"
 
@@ -228,14 +229,18 @@ __device__ __forceinline__ DispatchTeam combine_team(const ForwardCommon& common
   return {0, cta.count, 2};
 }
 
-// A warp of the team.
-__device__ __forceinline__ void dispatch_rows(const ForwardCommon& common, ForwardState& state,
-                                              const DispatchTeam& team) {
-  const auto move = [&](const auto& way, WaitFor what) {
+// A warp of the team. The rows of the first blocks come before what is left of staging, which no
+// row of this rank waits for.
+__device__ __forceinline__ void dispatch_rows(const ForwardCommon& common, const RankParams& rank,
+                                              ForwardState& state, const DispatchTeam& team) {
+  const auto move = [&](const auto& way, WaitFor slot_free) {
     const int32_t warp_idx = threadIdx.x / 32 - kFirstDispatchWarp;
-    dispatch::move_rows(way, state.rows_slots[warp_idx], state.recorder, team.warp_idx(state.cta),
-                        team.num_ctas * team.num_warps, state.counter_limits, code(what),
-                        [&] { delay_of(common)(); });
+    dispatch::move_rows(
+        way, state.rows_slots[warp_idx], state.recorder, team.warp_idx(state.cta),
+        team.num_ctas * team.num_warps,
+        {state.signal_limits, state.counter_limits, code(WaitFor::x_staged), code(slot_free)},
+        [&] { delay_of(common)(); },
+        [&] { stage_tokens(common, rank, state, [] { return false; }); });
   };
   if (common.plan.dispatch == DispatchMode::push)
     move(state.push, WaitFor::peer_slot_free);
@@ -253,6 +258,14 @@ __device__ __forceinline__ void say_dispatched(ForwardState& state) {
   } else {
     device::mbarrier_arrive_cluster(device::mapa(&state.dispatched, 0));
   }
+}
+// A consumer warp of a dedicated CTA. A function of its own: inlined before the GEMM loop it costs
+// that loop a register, which it does not have.
+template <int kClusterSize>
+__device__ __noinline__ void dispatch_first(const ForwardCommon& common, const RankParams& rank,
+                                            ForwardState& state, const DispatchTeam& team) {
+  dispatch_rows(common, rank, state, team);
+  say_dispatched<kClusterSize>(state);
 }
 // A warp of the cluster's first CTA. False: gave up.
 __device__ __forceinline__ bool wait_dispatched(ForwardState& state) {

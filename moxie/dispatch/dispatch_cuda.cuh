@@ -29,7 +29,10 @@ struct Pull {
   const pipeline::BlockTable* table;
   pipeline::RowOrigin* origins;  // [routed_blocks * 128]
   bf16* x_ring;                  // [x_ring_blocks * 128, H]
-  bf16* keep_x;                  // [saved_blocks * 128, H] context, or null
+  const bf16* own_x;             // [T, H] where the caller keeps it
+  const uint64_t* x_staged;      // [R] when the heap of another rank can be read: this word or more
+  uint64_t staged_word;
+  bf16* keep_x;  // [saved_blocks * 128, H] context, or null
   int64_t saved_blocks, x_ring_blocks, minibatch_blocks, fc1_tiles, hidden, top_k;
   uint32_t* x_ready;         // [groups]
   const uint32_t* fc1_done;  // [blocks]
@@ -39,12 +42,19 @@ struct Pull {
   }
 };
 
+// How long the role waits, and what its records say.
+struct MoveLimits {
+  const device::WaitLimits &signal, &counter;
+  uint32_t what_staged, what_slot;
+};
+
 // Rows [begin, begin + num_rows) of a block and their origins; in shared memory, one per warp. Push
 // has one rank: the destination.
 struct RowsSlot {
   int32_t block, begin, num_rows;
   int32_t rank[kQuarterRows], route[kQuarterRows];
   float weight[kQuarterRows];
+  uint64_t staged_ranks;  // bit r: rank r's tokens were seen staged
 };
 
 // Starts the look-up of a quarter's origins into `next`: complete after __pipeline_wait_prior(0).
@@ -79,11 +89,13 @@ __device__ __forceinline__ void look_up(const Pull& p, int32_t quarter, int32_t 
   __pipeline_commit();
 }
 
-// Where a row lies in its home rank's heap, in 16-byte chunks.
+// Where a row lies, in 16-byte chunks: in its home rank's heap, or in the caller's x.
 __device__ __forceinline__ const uint4* source_of(const Pull& p, int32_t rank, int32_t route) {
   const int32_t token = route / static_cast<int32_t>(p.top_k);
-  return reinterpret_cast<const uint4*>(p.heaps[rank] + p.heap->x_in.offset) +
-         token * (p.hidden / 8);
+  const auto* x = rank == p.table->me.v
+                      ? reinterpret_cast<const uint4*>(p.own_x)
+                      : reinterpret_cast<const uint4*>(p.heaps[rank] + p.heap->x_in.offset);
+  return x + token * (p.hidden / 8);
 }
 
 // A quarter's rows to neighbouring places by the whole warp, all rows at once: one of 4 KB has only
@@ -119,7 +131,7 @@ __device__ __forceinline__ void copy_quarter(const uint4* const (&source)[kQuart
 // This lane's copy of what a quarter needs once its look-up slot is used for the next one.
 struct Quarter {
   int32_t block, begin, num_rows;
-  int32_t rank;         // push: the destination
+  int32_t rank;         // pull: home of row lane; push: the destination
   const uint4* source;  // of row lane, or null
 };
 
@@ -129,6 +141,7 @@ __device__ __forceinline__ Quarter take(const Pull& p, const RowsSlot& slot, int
   __syncwarp();  // what the other lanes looked up
   Quarter q{slot.block, slot.begin, slot.num_rows, 0, nullptr};
   if (lane_idx < q.num_rows) {
+    q.rank = slot.rank[lane_idx];
     const int64_t row =
         p.table->routed_idx(BlockId{q.block}) * pipeline::kBlockRows + q.begin + lane_idx;
     p.origins[row] = {slot.rank[lane_idx], slot.route[lane_idx], slot.weight[lane_idx]};
@@ -148,11 +161,34 @@ __device__ __forceinline__ void share_sources(const Quarter& q,
   }
 }
 
+// Row lane comes from a rank that was not yet seen to have staged its tokens.
+__device__ __forceinline__ bool is_unstaged(const Pull& p, const Quarter& q, const RowsSlot& slot,
+                                            int32_t lane_idx) {
+  return lane_idx < q.num_rows && q.rank != p.table->me.v && (slot.staged_ranks >> q.rank & 1) == 0;
+}
+
+// A warp: waits until the tokens of the quarter's ranks can be read. False: gave up.
+__device__ __forceinline__ bool wait_staged(const Pull& p, const Quarter& q, RowsSlot& slot,
+                                            int32_t lane_idx, const device::WaitLimits& limits,
+                                            uint32_t what) {
+  bool healthy = true;
+  if (is_unstaged(p, q, slot, lane_idx)) {
+    uint64_t word = 0;
+    // Signalled by the home rank: its x lies in its heap.
+    healthy = device::wait_signal(p.x_staged + q.rank, p.staged_word, limits, what, q.rank, word);
+    atomicOr(reinterpret_cast<unsigned long long*>(&slot.staged_ranks), 1ull << q.rank);
+  }
+  return __all_sync(~0u, healthy);  // and what these lanes acquired, to all
+}
+
+// An earlier block of this pass lies where the quarter goes.
+__device__ __forceinline__ bool is_used_slot(const Pull& p, const Quarter& q) {
+  return q.block - p.x_ring_blocks >= p.table->shared_blocks;
+}
 // One lane. False: gave up.
 __device__ __forceinline__ bool wait_slot(const Pull& p, const Quarter& q,
                                           const device::WaitLimits& limits, uint32_t what) {
   const int64_t holder = q.block - p.x_ring_blocks;
-  if (holder < p.table->shared_blocks) return true;
   // Signalled by FC1: all its tiles of the block that holds the slot have read their rows.
   return device::wait_counter(p.fc1_done + holder, static_cast<uint32_t>(p.fc1_tiles), limits, what,
                               holder);
@@ -182,14 +218,17 @@ __device__ __forceinline__ void count_rows(const Pull& p, const Quarter& q) {
       static_cast<uint32_t>(q.num_rows));
 }
 
-// Role of one warp; Way is Pull or Push. `recorder` writes the timeline, `delay` injects faults.
+// Role of one warp; Way is Pull or Push. `recorder` writes the timeline, `delay` injects faults,
+// after_first() is called once, when the warp's part of the first blocks is out or has to wait.
 // Returns when its rows are out, or when a wait gave up.
-template <class Way, class Recorder, class Delay>
+template <class Way, class Recorder, class Delay, class AfterFirst>
 __device__ __forceinline__ void move_rows(const Way& p, RowsSlot& slot, Recorder& recorder,
                                           int32_t warp_idx, int32_t num_warps,
-                                          const device::WaitLimits& limits, uint32_t what,
-                                          const Delay& delay) {
+                                          const MoveLimits& limits, const Delay& delay,
+                                          const AfterFirst& after_first) {
   const int32_t lane_idx = threadIdx.x % 32;
+  if (lane_idx == 0) slot.staged_ranks = 0;
+  bool is_first = true;
   const int32_t num_quarters = static_cast<int32_t>(p.num_units() * kQuarters);
   look_up(p, warp_idx, num_quarters, lane_idx, slot);
 #pragma unroll 1
@@ -198,8 +237,16 @@ __device__ __forceinline__ void move_rows(const Way& p, RowsSlot& slot, Recorder
     look_up(p, quarter + num_warps, num_quarters, lane_idx, slot);
     if (q.num_rows == 0) continue;
     delay();
+    const bool is_unready = __any_sync(~0u, is_unstaged(p, q, slot, lane_idx)) != 0;
+    const bool is_slot_used = is_used_slot(p, q);
+    if (is_first && (is_unready || is_slot_used)) {
+      after_first();  // before any wait: peers may wait for what it does
+      is_first = false;
+    }
+    if (is_unready && !wait_staged(p, q, slot, lane_idx, limits.signal, limits.what_staged)) return;
     const uint64_t begin_ns = recorder.now();
-    const bool healthy = lane_idx != 0 || wait_slot(p, q, limits, what);
+    const bool healthy =
+        lane_idx != 0 || !is_slot_used || wait_slot(p, q, limits.counter, limits.what_slot);
     if (!__shfl_sync(~0u, healthy, 0)) return;
     copy_rows(p, q, lane_idx);
     // This lane's stores, to tensor copies of any SM that follow the counter.
@@ -209,7 +256,10 @@ __device__ __forceinline__ void move_rows(const Way& p, RowsSlot& slot, Recorder
       count_rows(p, q);
       recorder.add_dispatch(begin_ns, q.block, q.begin);
     }
+    if (is_first) after_first();
+    is_first = false;
   }
+  if (is_first) after_first();
 }
 
 }  // namespace moxie::dispatch

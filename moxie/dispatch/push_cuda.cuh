@@ -72,11 +72,21 @@ __device__ __forceinline__ Quarter take(const Push& p, const RowsSlot& slot, int
   return q;
 }
 
+// Own rows lie where they are; only the destination's slot may have to be awaited.
+__device__ __forceinline__ bool is_unstaged(const Push&, const Quarter&, const RowsSlot&, int32_t) {
+  return false;
+}
+__device__ __forceinline__ bool wait_staged(const Push&, const Quarter&, RowsSlot&, int32_t,
+                                            const device::WaitLimits&, uint32_t) {
+  return true;
+}
+__device__ __forceinline__ bool is_used_slot(const Push& p, const Quarter& q) {
+  return q.block >= p.x_ring_blocks;
+}
 // One lane. False: gave up.
 __device__ __forceinline__ bool wait_slot(const Push& p, const Quarter& q,
                                           const device::WaitLimits& limits, uint32_t what) {
   const int64_t holder = q.block - p.x_ring_blocks;
-  if (holder < 0) return true;
   // Signalled by FC1 of the destination: all its tiles of the block that holds the slot have read
   // their rows.
   return device::wait_counter_sys(
