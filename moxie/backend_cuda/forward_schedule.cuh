@@ -271,9 +271,10 @@ __device__ __forceinline__ void schedule_pass(const ForwardCommon& common, const
     if (threadIdx.x == 0) recorder.add_wait(what, begin_ns, end_ns, trace::kFirstCommLane, -1);
     begin_ns = end_ns;
   };
-  // Signalled by every sorting CTA of the rank: its routes are placed.
+  // Signalled by every CTA of the rank: its routes are placed, its shared weights written. All of
+  // them count, also those that sort nothing, so less than all would not mean the sorting ones.
   const bool sorted =
-      threadIdx.x != 0 || device::wait_counter(&state.words->num_placed, cta.num_sorting(),
+      threadIdx.x != 0 || device::wait_counter(&state.words->num_placed, cta.count,
                                                state.counter_limits, code(WaitFor::stage_done), 0);
   if (__syncthreads_and(sorted) == 0) return;
   record_wait(WaitFor::stage_done);
