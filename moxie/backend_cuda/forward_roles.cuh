@@ -219,8 +219,13 @@ __device__ __forceinline__ DispatchTeam dispatch_team(const ForwardCommon& commo
   return {cta.count - dedicated, dedicated, kMaxDispatchWarps};
 }
 
-// Who combines, if communication warps do: the same, but dedicated CTAs stay with it and never
-// multiply. In split mode the spare warps, beside FC2.
+// A dedicated CTA also combines, and never multiplies.
+__device__ __forceinline__ bool stays_with_rows(const ForwardCommon& common) {
+  return common.plan.combine == CombineMode::comm_workers && common.phases == kAllPhases;
+}
+
+// Who combines, if communication warps do: who dispatches. In split mode the spare warps, beside
+// FC2.
 __device__ __forceinline__ DispatchTeam combine_team(const ForwardCommon& common,
                                                      schedule::Cta cta) {
   if (common.plan.combine != CombineMode::comm_workers || (common.phases & kFc2Phase) == 0)
@@ -233,19 +238,20 @@ __device__ __forceinline__ DispatchTeam combine_team(const ForwardCommon& common
 // row of this rank waits for.
 __device__ __forceinline__ void dispatch_rows(const ForwardCommon& common, const RankParams& rank,
                                               ForwardState& state, const DispatchTeam& team) {
-  const auto move = [&](const auto& way, WaitFor slot_free) {
+  const auto move = [&](const auto& way, WaitFor slot_free, const auto& after_first) {
     const int32_t warp_idx = threadIdx.x / 32 - kFirstDispatchWarp;
     dispatch::move_rows(
         way, state.rows_slots[warp_idx], state.recorder, team.warp_idx(state.cta),
         team.num_ctas * team.num_warps,
         {state.signal_limits, state.counter_limits, code(WaitFor::x_staged), code(slot_free)},
-        [&] { delay_of(common)(); },
-        [&] { stage_tokens(common, rank, state, [] { return false; }); });
+        [&] { delay_of(common)(); }, after_first);
   };
-  if (common.plan.dispatch == DispatchMode::push)
-    move(state.push, WaitFor::peer_slot_free);
-  else
-    move(state.pull, WaitFor::x_slot_free);
+  if (common.plan.dispatch == DispatchMode::push) {
+    move(state.push, WaitFor::peer_slot_free, [] {});  // nothing is staged
+  } else {
+    move(state.pull, WaitFor::x_slot_free,
+         [&] { stage_tokens(common, rank, state, [] { return false; }); });
+  }
 }
 
 // Consumer warps of a dedicated CTA dispatch first. Its cluster takes no tickets before all of them
@@ -319,11 +325,10 @@ __device__ __forceinline__ bool wait_slab(const ForwardCommon& common, const Ran
   return __all_sync(~0u, healthy);  // and what any lane acquired, to all
 }
 
-// A warp of the combining team, unit by unit: carries the rows of a slab home as FC2 stores them.
-// `unit` is the warp's next one. False: gave up.
+// A warp of the combining team: carries every W-th unit of a slab home (W warps of the rank), as
+// FC2 stores them. False: gave up.
 __device__ __forceinline__ bool carry_slab(const ForwardCommon& common, const RankParams& rank,
-                                           ForwardState& state, int32_t slab, int32_t num_warps,
-                                           int64_t& unit) {
+                                           ForwardState& state, int32_t slab) {
   const pipeline::BlockTable& table = state.table;
   const pipeline::Range tiles =
       pipeline::slab_tiles(slab, state.stream.num_slabs, state.stream.fc2_tiles);
@@ -333,15 +338,16 @@ __device__ __forceinline__ bool carry_slab(const ForwardCommon& common, const Ra
                          at<pipeline::RowOrigin>(rank, common.workspace.origins),
                          at<bf16>(rank, common.workspace.y), common.problem.hidden};
   const int32_t lane_idx = threadIdx.x % 32;
-  const int64_t per_slab = pipeline::num_dispatch_units(table);
+  const DispatchTeam team = combine_team(common, state.cta);
+  const auto num_units = static_cast<int32_t>(pipeline::num_dispatch_units(table)),
+             num_warps = team.num_ctas * team.num_warps;
   uint32_t carried = 0;
 #pragma unroll 1
-  for (; unit < (slab + 1) * per_slab; unit += num_warps, ++carried) {
-    const BlockId b = pipeline::dispatch_block(table, unit - slab * per_slab);
+  for (int32_t unit = team.warp_idx(state.cta); unit < num_units; unit += num_warps, ++carried) {
+    const BlockId b = pipeline::dispatch_block(table, unit);
     const LocalExpertId expert{device::warp_last_not_above(
         table.expert_block, static_cast<int32_t>(table.num_experts), b.v)};
-    const pipeline::Range rows =
-        pipeline::dispatch_unit(table, unit - slab * per_slab, table.rows(b, expert)).rows;
+    const pipeline::Range rows = pipeline::dispatch_unit(table, unit, table.rows(b, expert)).rows;
     if (rows.size() == 0) continue;
     const uint64_t begin_ns = state.recorder.now();
     // Signalled by FC2: all tiles of the slab's columns of this block are stored.
@@ -366,13 +372,14 @@ __device__ __forceinline__ bool carry_slab(const ForwardCommon& common, const Ra
 // Any warp: merges the tokens of slabs [0, end_slab), slab by slab, until none are left. Nothing in
 // a launch without merge.
 __device__ __forceinline__ void merge_slabs(const ForwardCommon& common, const RankParams& rank,
-                                            ForwardState& state, int64_t end_slab) {
+                                            ForwardState& state, int32_t end_slab) {
   constexpr int64_t kParts = 4;  // of a unit of 16 tokens: the last slab must spread over all warps
   constexpr int64_t kPartTokens = pipeline::kTokenUnit / kParts;
   if ((common.phases & kMergePhase) == 0) return;
   const Problem& p = common.problem;
   const int64_t num_slabs = common.plan.num_slabs, num_tokens = rank.num_tokens;
-  const int64_t num_parts = pipeline::num_merge_units(num_tokens, end_slab) * kParts;
+  const auto num_parts =
+      static_cast<uint32_t>(pipeline::num_merge_units(num_tokens, end_slab) * kParts);
   const merge::Merge m{
       at<int32_t>(rank, common.workspace.ids),
       heap_at<bf16>(common, rank.me, common.heap.returns),
@@ -386,7 +393,7 @@ __device__ __forceinline__ void merge_slabs(const ForwardCommon& common, const R
     if (threadIdx.x % 32 == 0) {
       uint32_t* next = state.counters + common.counters.merge_unit;
       part = end_slab == num_slabs ? device::add_relaxed_gpu(next, 1)
-                                   : device::claim_below(next, static_cast<uint32_t>(num_parts));
+                                   : device::claim_below(next, num_parts);
     }
     part = __shfl_sync(~0u, part, 0);
     if (part >= num_parts) return;
@@ -408,16 +415,13 @@ __device__ __forceinline__ void merge_slabs(const ForwardCommon& common, const R
 // Any warp, when its rows or tiles are out. A slab is carried home before the one before it is
 // merged: the merge waits for peers, and they may wait for what this rank carries.
 __device__ __forceinline__ void return_rows(const ForwardCommon& common, const RankParams& rank,
-                                            ForwardState& state, const DispatchTeam& team) {
-  const auto num_slabs = static_cast<int32_t>(common.plan.num_slabs);
+                                            ForwardState& state) {
+  const DispatchTeam team = combine_team(common, state.cta);
   const auto warp_idx = static_cast<int32_t>(threadIdx.x / 32) - kFirstDispatchWarp;
   const bool carries = team.has(state.cta) && warp_idx >= 0 && warp_idx < team.num_warps;
-  int64_t unit = team.warp_idx(state.cta);
 #pragma unroll 1
-  for (int32_t slab = carries ? 0 : num_slabs; slab <= num_slabs; ++slab) {
-    if (slab < num_slabs &&
-        !carry_slab(common, rank, state, slab, team.num_ctas * team.num_warps, unit))
-      return;
+  for (int32_t slab = carries ? 0 : common.plan.num_slabs; slab <= common.plan.num_slabs; ++slab) {
+    if (slab < common.plan.num_slabs && !carry_slab(common, rank, state, slab)) return;
     merge_slabs(common, rank, state, slab);
   }
 }

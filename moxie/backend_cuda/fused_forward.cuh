@@ -83,9 +83,9 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
 
   const ForwardGemm<kGeneral> gemm{
       rank.operands, {common, rank, state}, {common, state}, state.barrier_limits};
-  const DispatchTeam team = dispatch_team(common, cta), combining = combine_team(common, cta);
+  const DispatchTeam team = dispatch_team(common, cta);
   const bool is_dedicated = team.has(cta) && team.is_dedicated();
-  const bool multiplies = !(combining.has(cta) && combining.is_dedicated());
+  const bool multiplies = !(is_dedicated && stays_with_rows(common));
   if (threadIdx.x < 128) {
     device::setmaxnreg_dec<ForwardConfig<kClusterSize>::kProducerRegisters>();
     const int32_t warp_idx = threadIdx.x / 32;
@@ -106,14 +106,14 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
     } else if (common.phases & kStagePhase) {
       stage_tokens(common, rank, state, [] { return false; });
     }
-    return_rows(common, rank, state, combining);
+    return_rows(common, rank, state);
   } else {
     device::setmaxnreg_inc<ForwardConfig<kClusterSize>::kConsumerRegisters>();
     // Their first rows are on the way: time for what is left of staging.
     if (common.phases & kStagePhase) stage_tokens(common, rank, state, [] { return false; });
     if (is_dedicated) dispatch_first<kClusterSize>(common, rank, state, team);
     if (multiplies) expert::multiply_tiles<kClusterSize>(gemm, shared);
-    return_rows(common, rank, state, combining);
+    return_rows(common, rank, state);
   }
   expert::sync_cluster<kClusterSize>();  // nobody leaves while its partner may still write to its
                                          // memory
