@@ -238,19 +238,20 @@ __device__ __forceinline__ DispatchTeam combine_team(const ForwardCommon& common
 // row of this rank waits for.
 __device__ __forceinline__ void dispatch_rows(const ForwardCommon& common, const RankParams& rank,
                                               ForwardState& state, const DispatchTeam& team) {
-  const auto move = [&](const auto& way, WaitFor slot_free, const auto& after_first) {
-    const int32_t warp_idx = threadIdx.x / 32 - kFirstDispatchWarp;
-    dispatch::move_rows(
-        way, state.rows_slots[warp_idx], state.recorder, team.warp_idx(state.cta),
-        team.num_ctas * team.num_warps,
-        {state.signal_limits, state.counter_limits, code(WaitFor::x_staged), code(slot_free)},
-        [&] { delay_of(common)(); }, after_first);
-  };
+  const int32_t warp_idx = threadIdx.x / 32 - kFirstDispatchWarp;
+  const auto delay = [&] { delay_of(common)(); };
+  const dispatch::MoveLimits limits{
+      state.signal_limits, state.counter_limits, code(WaitFor::x_staged),
+      code(common.plan.dispatch == DispatchMode::push ? WaitFor::peer_slot_free
+                                                      : WaitFor::x_slot_free)};
+  const int32_t first = team.warp_idx(state.cta), num_warps = team.num_ctas * team.num_warps;
   if (common.plan.dispatch == DispatchMode::push) {
-    move(state.push, WaitFor::peer_slot_free, [] {});  // nothing is staged
+    dispatch::push_rows(state.push, state.rows_slots[warp_idx], state.recorder, first, num_warps,
+                        limits, delay);
   } else {
-    move(state.pull, WaitFor::x_slot_free,
-         [&] { stage_tokens(common, rank, state, [] { return false; }); });
+    dispatch::pull_rows(state.pull, state.rows_slots[warp_idx], state.recorder, first, num_warps,
+                        limits, delay,
+                        [&] { stage_tokens(common, rank, state, StageUntil::done); });
   }
 }
 

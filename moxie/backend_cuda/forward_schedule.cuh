@@ -123,10 +123,16 @@ __device__ __forceinline__ void announce_staged(const ForwardCommon& common, Ran
   }
 }
 
-// A warp: copies tokens of x into the heap until none are left, or until enough() says so.
-template <class Enough>
+__device__ __forceinline__ bool schedule_is_there(const ForwardCommon& common,
+                                                  const ForwardState& state) {
+  return device::load_acquire_gpu(state.counters + common.counters.schedule_ready) != 0 ||
+         *static_cast<volatile uint32_t*>(common.abort_flag) != 0;
+}
+
+// A warp: copies tokens of x into the heap until none are left, or until the schedule is there.
+enum class StageUntil { scheduled, done };
 __device__ __forceinline__ void stage_tokens(const ForwardCommon& common, const RankParams& rank,
-                                             ForwardState& state, const Enough& enough) {
+                                             ForwardState& state, StageUntil until) {
   if (!must_stage(common, rank)) return;
   const int64_t hidden = common.problem.hidden, size = schedule::stage_unit_tokens(hidden);
   const uint32_t num_units = static_cast<uint32_t>(ceil_div(rank.num_tokens, size));
@@ -135,7 +141,7 @@ __device__ __forceinline__ void stage_tokens(const ForwardCommon& common, const 
 #pragma unroll 1
   for (;;) {
     uint32_t unit = num_units;
-    if (lane_idx == 0 && !enough())
+    if (lane_idx == 0 && (until == StageUntil::done || !schedule_is_there(common, state)))
       unit = device::add_relaxed_gpu(state.counters + common.counters.stage_unit, 1);
     unit = __shfl_sync(~0u, unit, 0);
     if (unit >= num_units) return;
@@ -151,15 +157,6 @@ __device__ __forceinline__ void stage_tokens(const ForwardCommon& common, const 
     if (done == rank.num_tokens) announce_staged(common, rank.me, state.epoch);
     state.recorder.add_stage(begin_ns, begin);
   }
-}
-
-// Every CTA but the rank's first: makes itself useful until the schedule is there.
-__device__ __forceinline__ void stage_while_waiting(const ForwardCommon& common,
-                                                    const RankParams& rank, ForwardState& state) {
-  stage_tokens(common, rank, state, [&] {
-    return device::load_acquire_gpu(state.counters + common.counters.schedule_ready) != 0 ||
-           *static_cast<volatile uint32_t*>(common.abort_flag) != 0;
-  });
 }
 
 // First CTA of the rank: writes `verdict` as rank me's word of `region` in every heap. The barrier

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
       if (cta.idx == 0) {
         schedule_pass(common, rank, state, cta, scratch);
       } else {
-        stage_while_waiting(common, rank, state);
+        stage_tokens(common, rank, state, StageUntil::scheduled);  // useful while it waits
       }
     } else if (cta.idx == 0 && threadIdx.x == 0) {
       announce_staged(common, rank.me, state.epoch);
@@ -104,13 +104,13 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
       dispatch_rows(common, rank, state, team);
       if (is_dedicated) say_dispatched<kClusterSize>(state);
     } else if (common.phases & kStagePhase) {
-      stage_tokens(common, rank, state, [] { return false; });
+      stage_tokens(common, rank, state, StageUntil::done);
     }
     return_rows(common, rank, state);
   } else {
     device::setmaxnreg_inc<ForwardConfig<kClusterSize>::kConsumerRegisters>();
     // Their first rows are on the way: time for what is left of staging.
-    if (common.phases & kStagePhase) stage_tokens(common, rank, state, [] { return false; });
+    if (common.phases & kStagePhase) stage_tokens(common, rank, state, StageUntil::done);
     if (is_dedicated) dispatch_first<kClusterSize>(common, rank, state, team);
     if (multiplies) expert::multiply_tiles<kClusterSize>(gemm, shared);
     return_rows(common, rank, state);

@@ -1,5 +1,6 @@
-// Dispatch on the GPU: a warp pulls rows of x from their home ranks into ring slots; the loop also
-// serves push_cuda.cuh. Contract: dispatch.h; plain body: dispatch_ref.h.
+// Dispatch on the GPU: a warp pulls rows of x from their home ranks into ring slots; push_cuda.cuh
+// uses the same loop.
+// Contract: dispatch.h; plain body: dispatch_ref.h.
 //
 // Every warp takes every W-th quarter of a dispatch unit (W warps of the rank), so the first blocks
 // are whole after one quarter each. Lane i looks up the origin of row i of the *next* quarter
@@ -37,8 +38,8 @@ struct Pull {
   uint32_t* x_ready;         // [groups]
   const uint32_t* fc1_done;  // [blocks]
 
-  __device__ __forceinline__ int64_t num_units() const {
-    return pipeline::num_dispatch_units(*table);
+  __device__ __forceinline__ int32_t num_quarters() const {
+    return static_cast<int32_t>(pipeline::num_dispatch_units(*table) * kQuarters);
   }
 };
 
@@ -54,7 +55,6 @@ struct RowsSlot {
   int32_t block, begin, num_rows;
   int32_t rank[kQuarterRows], route[kQuarterRows];
   float weight[kQuarterRows];
-  uint64_t staged_ranks;  // bit r: rank r's tokens were seen staged
 };
 
 // Starts the look-up of a quarter's origins into `next`: complete after __pipeline_wait_prior(0).
@@ -131,7 +131,8 @@ __device__ __forceinline__ void copy_quarter(const uint4* const (&source)[kQuart
 // This lane's copy of what a quarter needs once its look-up slot is used for the next one.
 struct Quarter {
   int32_t block, begin, num_rows;
-  int32_t rank;         // pull: home of row lane; push: the destination
+  int32_t to;           // push: the destination
+  bool is_remote;       // pull: row lane comes from another rank
   const uint4* source;  // of row lane, or null
 };
 
@@ -139,9 +140,9 @@ struct Quarter {
 __device__ __forceinline__ Quarter take(const Pull& p, const RowsSlot& slot, int32_t lane_idx) {
   __pipeline_wait_prior(0);
   __syncwarp();  // what the other lanes looked up
-  Quarter q{slot.block, slot.begin, slot.num_rows, 0, nullptr};
+  Quarter q{slot.block, slot.begin, slot.num_rows, 0, false, nullptr};
   if (lane_idx < q.num_rows) {
-    q.rank = slot.rank[lane_idx];
+    q.is_remote = slot.rank[lane_idx] != p.table->me.v;
     const int64_t row =
         p.table->routed_idx(BlockId{q.block}) * pipeline::kBlockRows + q.begin + lane_idx;
     p.origins[row] = {slot.rank[lane_idx], slot.route[lane_idx], slot.weight[lane_idx]};
@@ -151,32 +152,15 @@ __device__ __forceinline__ Quarter take(const Pull& p, const RowsSlot& slot, int
   return q;
 }
 
-// Every row's source, to all lanes.
-__device__ __forceinline__ void share_sources(const Quarter& q,
-                                              const uint4* (&source)[kQuarterRows]) {
-#pragma unroll
-  for (int r = 0; r < kQuarterRows; ++r) {
-    source[r] = reinterpret_cast<const uint4*>(
-        __shfl_sync(~0u, reinterpret_cast<unsigned long long>(q.source), r));
-  }
-}
-
-// Row lane comes from a rank that was not yet seen to have staged its tokens.
-__device__ __forceinline__ bool is_unstaged(const Pull& p, const Quarter& q, const RowsSlot& slot,
-                                            int32_t lane_idx) {
-  return lane_idx < q.num_rows && q.rank != p.table->me.v && (slot.staged_ranks >> q.rank & 1) == 0;
-}
-
-// A warp: waits until the tokens of the quarter's ranks can be read. False: gave up.
-__device__ __forceinline__ bool wait_staged(const Pull& p, const Quarter& q, RowsSlot& slot,
-                                            int32_t lane_idx, const device::WaitLimits& limits,
-                                            uint32_t what) {
+// A warp: waits until the tokens of every rank can be read. False: gave up.
+__device__ __forceinline__ bool wait_staged(const Pull& p, int32_t lane_idx,
+                                            const MoveLimits& limits) {
   bool healthy = true;
-  if (is_unstaged(p, q, slot, lane_idx)) {
+  for (int64_t r = lane_idx; healthy && r < p.table->num_ranks; r += 32) {
     uint64_t word = 0;
-    // Signalled by the home rank: its x lies in its heap.
-    healthy = device::wait_signal(p.x_staged + q.rank, p.staged_word, limits, what, q.rank, word);
-    atomicOr(reinterpret_cast<unsigned long long*>(&slot.staged_ranks), 1ull << q.rank);
+    // Signalled by rank r: its x lies in its heap. (Own rows are read elsewhere.)
+    healthy = r == p.table->me.v || device::wait_signal(p.x_staged + r, p.staged_word,
+                                                        limits.signal, limits.what_staged, r, word);
   }
   return __all_sync(~0u, healthy);  // and what these lanes acquired, to all
 }
@@ -187,11 +171,21 @@ __device__ __forceinline__ bool is_used_slot(const Pull& p, const Quarter& q) {
 }
 // One lane. False: gave up.
 __device__ __forceinline__ bool wait_slot(const Pull& p, const Quarter& q,
-                                          const device::WaitLimits& limits, uint32_t what) {
+                                          const MoveLimits& limits) {
   const int64_t holder = q.block - p.x_ring_blocks;
   // Signalled by FC1: all its tiles of the block that holds the slot have read their rows.
-  return device::wait_counter(p.fc1_done + holder, static_cast<uint32_t>(p.fc1_tiles), limits, what,
-                              holder);
+  return device::wait_counter(p.fc1_done + holder, static_cast<uint32_t>(p.fc1_tiles),
+                              limits.counter, limits.what_slot, holder);
+}
+
+// Every row's source, to all lanes.
+__device__ __forceinline__ void share_sources(const Quarter& q,
+                                              const uint4* (&source)[kQuarterRows]) {
+#pragma unroll
+  for (int r = 0; r < kQuarterRows; ++r) {
+    source[r] = reinterpret_cast<const uint4*>(
+        __shfl_sync(~0u, reinterpret_cast<unsigned long long>(q.source), r));
+  }
 }
 
 __device__ __forceinline__ void copy_rows(const Pull& p, const Quarter& q, int32_t lane_idx) {
@@ -218,48 +212,73 @@ __device__ __forceinline__ void count_rows(const Pull& p, const Quarter& q) {
       static_cast<uint32_t>(q.num_rows));
 }
 
-// Role of one warp; Way is Pull or Push. `recorder` writes the timeline, `delay` injects faults,
-// after_first() is called once, when the warp's part of the first blocks is out or has to wait.
-// Returns when its rows are out, or when a wait gave up.
-template <class Way, class Recorder, class Delay, class AfterFirst>
-__device__ __forceinline__ void move_rows(const Way& p, RowsSlot& slot, Recorder& recorder,
+// The next quarter waits for nobody: its rows are this rank's own and its slot was never used.
+// Complete after the look-up.
+__device__ __forceinline__ bool needs_no_wait(const Pull& p, const RowsSlot& slot,
+                                              int32_t lane_idx) {
+  __pipeline_wait_prior(0);
+  __syncwarp();  // what the other lanes looked up
+  const bool is_remote = lane_idx < slot.num_rows && slot.rank[lane_idx] != p.table->me.v;
+  return slot.block - p.x_ring_blocks < p.table->shared_blocks && __any_sync(~0u, is_remote) == 0;
+}
+
+// Moves a warp's quarters, every num_warps-th from `quarter` on; kOnlyFirst: one, if it need not
+// wait. Its look-up is on the way, and that of the quarter returned too. kGaveUp: a wait did. Way
+// is Pull or Push.
+inline constexpr int32_t kGaveUp = -1;
+template <bool kOnlyFirst, class Way, class Recorder, class Delay>
+__device__ __forceinline__ int32_t move_quarters(const Way& p, RowsSlot& slot, Recorder& recorder,
+                                                 int32_t quarter, int32_t num_warps,
+                                                 int32_t num_quarters, const MoveLimits& limits,
+                                                 const Delay& delay) {
+  const int32_t lane_idx = threadIdx.x % 32;
+  bool is_staged = false;
+#pragma unroll 1
+  for (; quarter < num_quarters; quarter += num_warps) {
+    if constexpr (kOnlyFirst) {
+      if (!needs_no_wait(p, slot, lane_idx)) return quarter;
+    }
+    const Quarter q = take(p, slot, lane_idx);
+    look_up(p, quarter + num_warps, num_quarters, lane_idx, slot);
+    if (q.num_rows > 0) {
+      delay();
+      if (!kOnlyFirst) {
+        if (!is_staged && __any_sync(~0u, q.is_remote)) {
+          is_staged = wait_staged(p, lane_idx, limits);
+          if (!is_staged) return kGaveUp;
+        }
+        const bool healthy = lane_idx != 0 || !is_used_slot(p, q) || wait_slot(p, q, limits);
+        if (!__shfl_sync(~0u, healthy, 0)) return kGaveUp;
+      }
+      const uint64_t begin_ns = recorder.now();
+      copy_rows(p, q, lane_idx);
+      // This lane's stores, to tensor copies of any SM that follow the counter.
+      cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
+      __syncwarp();
+      if (lane_idx == 0) {
+        count_rows(p, q);
+        recorder.add_dispatch(begin_ns, q.block, q.begin);
+      }
+    }
+    if (kOnlyFirst) return quarter + num_warps;
+  }
+  return quarter;
+}
+
+// Role of one warp. `recorder` writes the timeline, `delay` injects faults, after_first() is called
+// once, when the warp's part of the first blocks is out or has to wait. Returns when its rows are
+// out, or when a wait gave up.
+template <class Recorder, class Delay, class AfterFirst>
+__device__ __forceinline__ void pull_rows(const Pull& p, RowsSlot& slot, Recorder& recorder,
                                           int32_t warp_idx, int32_t num_warps,
                                           const MoveLimits& limits, const Delay& delay,
                                           const AfterFirst& after_first) {
-  const int32_t lane_idx = threadIdx.x % 32;
-  if (lane_idx == 0) slot.staged_ranks = 0;
-  bool is_first = true;
-  const int32_t num_quarters = static_cast<int32_t>(p.num_units() * kQuarters);
-  look_up(p, warp_idx, num_quarters, lane_idx, slot);
-#pragma unroll 1
-  for (int32_t quarter = warp_idx; quarter < num_quarters; quarter += num_warps) {
-    const Quarter q = take(p, slot, lane_idx);
-    look_up(p, quarter + num_warps, num_quarters, lane_idx, slot);
-    if (q.num_rows == 0) continue;
-    delay();
-    const bool is_unready = __any_sync(~0u, is_unstaged(p, q, slot, lane_idx)) != 0;
-    const bool is_slot_used = is_used_slot(p, q);
-    if (is_first && (is_unready || is_slot_used)) {
-      after_first();  // before any wait: peers may wait for what it does
-      is_first = false;
-    }
-    if (is_unready && !wait_staged(p, q, slot, lane_idx, limits.signal, limits.what_staged)) return;
-    const uint64_t begin_ns = recorder.now();
-    const bool healthy =
-        lane_idx != 0 || !is_slot_used || wait_slot(p, q, limits.counter, limits.what_slot);
-    if (!__shfl_sync(~0u, healthy, 0)) return;
-    copy_rows(p, q, lane_idx);
-    // This lane's stores, to tensor copies of any SM that follow the counter.
-    cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
-    __syncwarp();
-    if (lane_idx == 0) {
-      count_rows(p, q);
-      recorder.add_dispatch(begin_ns, q.block, q.begin);
-    }
-    if (is_first) after_first();
-    is_first = false;
-  }
-  if (is_first) after_first();
+  const int32_t num_quarters = p.num_quarters();
+  look_up(p, warp_idx, num_quarters, threadIdx.x % 32, slot);
+  const int32_t next =
+      move_quarters<true>(p, slot, recorder, warp_idx, num_warps, num_quarters, limits, delay);
+  after_first();  // before any wait: peers may wait for what it does
+  move_quarters<false>(p, slot, recorder, next, num_warps, num_quarters, limits, delay);
 }
 
 }  // namespace moxie::dispatch

@@ -22,7 +22,9 @@ struct Push {
   int64_t x_ready, fc1_done;     // words of it
   int64_t saved_blocks, x_ring_blocks, minibatch_blocks, fc1_tiles, hidden, top_k;
 
-  __device__ __forceinline__ int64_t num_units() const { return table->num_units(); }
+  __device__ __forceinline__ int32_t num_quarters() const {
+    return static_cast<int32_t>(table->num_units() * kQuarters);
+  }
   template <class T>
   __device__ __forceinline__ T* at(int32_t rank, const pipeline::Region& region) const {
     return reinterpret_cast<T*>(workspaces[rank] + region.offset);
@@ -59,11 +61,11 @@ __device__ __forceinline__ void look_up(const Push& p, int32_t quarter, int32_t 
 __device__ __forceinline__ Quarter take(const Push& p, const RowsSlot& slot, int32_t lane_idx) {
   __pipeline_wait_prior(0);
   __syncwarp();  // what the other lanes looked up
-  Quarter q{slot.block, slot.begin, slot.num_rows, slot.rank[0], nullptr};
+  Quarter q{slot.block, slot.begin, slot.num_rows, slot.rank[0], false, nullptr};
   if (lane_idx < q.num_rows) {
     const int32_t route = slot.route[lane_idx];
     p.at<pipeline::RowOrigin>(
-        q.rank, p.workspace->origins)[q.block * pipeline::kBlockRows + q.begin + lane_idx] = {
+        q.to, p.workspace->origins)[q.block * pipeline::kBlockRows + q.begin + lane_idx] = {
         p.table->me.v, route, slot.weight[lane_idx]};
     q.source = reinterpret_cast<const uint4*>(p.x) +
                route / static_cast<int32_t>(p.top_k) * (p.hidden / 8);
@@ -73,11 +75,7 @@ __device__ __forceinline__ Quarter take(const Push& p, const RowsSlot& slot, int
 }
 
 // Own rows lie where they are; only the destination's slot may have to be awaited.
-__device__ __forceinline__ bool is_unstaged(const Push&, const Quarter&, const RowsSlot&, int32_t) {
-  return false;
-}
-__device__ __forceinline__ bool wait_staged(const Push&, const Quarter&, RowsSlot&, int32_t,
-                                            const device::WaitLimits&, uint32_t) {
+__device__ __forceinline__ bool wait_staged(const Push&, int32_t, const MoveLimits&) {
   return true;
 }
 __device__ __forceinline__ bool is_used_slot(const Push& p, const Quarter& q) {
@@ -85,13 +83,13 @@ __device__ __forceinline__ bool is_used_slot(const Push& p, const Quarter& q) {
 }
 // One lane. False: gave up.
 __device__ __forceinline__ bool wait_slot(const Push& p, const Quarter& q,
-                                          const device::WaitLimits& limits, uint32_t what) {
+                                          const MoveLimits& limits) {
   const int64_t holder = q.block - p.x_ring_blocks;
   // Signalled by FC1 of the destination: all its tiles of the block that holds the slot have read
   // their rows.
   return device::wait_counter_sys(
-      p.counter(q.rank, p.fc1_done + p.table->shared_blocks[q.rank] + holder),
-      static_cast<uint32_t>(p.fc1_tiles), limits, what, q.rank);
+      p.counter(q.to, p.fc1_done + p.table->shared_blocks[q.to] + holder),
+      static_cast<uint32_t>(p.fc1_tiles), limits.counter, limits.what_slot, q.to);
 }
 
 __device__ __forceinline__ void copy_rows(const Push& p, const Quarter& q, int32_t lane_idx) {
@@ -101,17 +99,27 @@ __device__ __forceinline__ void copy_rows(const Push& p, const Quarter& q, int32
   };
   const uint4* source[kQuarterRows];
   share_sources(q, source);
-  copy_quarter(source, at(p.at<bf16>(q.rank, p.workspace->x_ring), q.block % p.x_ring_blocks),
+  copy_quarter(source, at(p.at<bf16>(q.to, p.workspace->x_ring), q.block % p.x_ring_blocks),
                num_chunks, lane_idx);
-  bf16* keep = p.keep_x[q.rank];
+  bf16* keep = p.keep_x[q.to];
   if (keep == nullptr || q.block >= p.saved_blocks) return;
   copy_quarter(source, at(keep, q.block), num_chunks, lane_idx);
 }
 
 // One lane, after every lane's rows: to FC1 and combine of the destination, maybe on another GPU.
 __device__ __forceinline__ void count_rows(const Push& p, const Quarter& q) {
-  device::add_release_sys(p.counter(q.rank, p.x_ready + q.block / p.minibatch_blocks),
+  device::add_release_sys(p.counter(q.to, p.x_ready + q.block / p.minibatch_blocks),
                           static_cast<uint32_t>(q.num_rows));
+}
+
+// Role of one warp, as pull_rows; there is nothing to stage.
+template <class Recorder, class Delay>
+__device__ __forceinline__ void push_rows(const Push& p, RowsSlot& slot, Recorder& recorder,
+                                          int32_t warp_idx, int32_t num_warps,
+                                          const MoveLimits& limits, const Delay& delay) {
+  const int32_t num_quarters = p.num_quarters();
+  look_up(p, warp_idx, num_quarters, threadIdx.x % 32, slot);
+  move_quarters<false>(p, slot, recorder, warp_idx, num_warps, num_quarters, limits, delay);
 }
 
 }  // namespace moxie::dispatch

@@ -43,24 +43,20 @@ MOXIE_HD constexpr std::int64_t num_wgrad_tiles(std::int64_t rows, std::int64_t 
   return ceil_div(rows, kWgradTileRows) * ceil_div(cols, kWgradTileCols);
 }
 
-// FC2 columns are grouped into slabs of whole tiles, each about 1 / (n + 2 - s) narrower than the
-// one before: slab s is merged beside slab s + 1, and the merge of the last one beside nothing.
-// Every slab has a tile (num_slabs <= num_tiles).
-MOXIE_HD constexpr std::int64_t slab_begin(std::int64_t slab, std::int64_t num_slabs,
-                                           std::int64_t num_tiles) {
-  const std::int64_t n = num_slabs, share = slab * (n + 1) - slab * (slab - 1) / 2,
-                     all = n * (n + 3) / 2;  // shares n + 1, n, .., 2
-  return slab + ceil_div((num_tiles - n) * share, all);
-}
+// FC2 columns are grouped into slabs of whole tiles, the first ones one tile wider where they do
+// not divide. (Slabs that get narrower shorten the last merge, which nothing hides, and gain
+// nothing: docs/decisions/005-power-and-the-pass.md.)
 MOXIE_HD constexpr Range slab_tiles(std::int64_t slab, std::int64_t num_slabs,
                                     std::int64_t num_tiles) {
-  return {slab_begin(slab, num_slabs, num_tiles), slab_begin(slab + 1, num_slabs, num_tiles)};
+  const std::int64_t base = num_tiles / num_slabs, extra = num_tiles % num_slabs;
+  const std::int64_t begin = slab * base + min64(slab, extra);
+  return {begin, begin + base + (slab < extra ? 1 : 0)};
 }
 MOXIE_HD constexpr std::int64_t slab_of_tile(std::int64_t tile, std::int64_t num_slabs,
                                              std::int64_t num_tiles) {
-  std::int64_t slab = 0;
-  while (slab + 1 < num_slabs && slab_begin(slab + 1, num_slabs, num_tiles) <= tile) ++slab;
-  return slab;
+  const std::int64_t base = num_tiles / num_slabs, extra = num_tiles % num_slabs,
+                     wide = extra * (base + 1);
+  return tile < wide ? tile / (base + 1) : extra + (tile - wide) / base;
 }
 
 }  // namespace moxie::pipeline
