@@ -55,9 +55,11 @@ struct Plan {
   std::int32_t lag_chunks = 1;  // backward: chunks by which dgrad runs ahead of dX and wgrad
   std::int64_t backward_ring_blocks = 0;  // backward slots; 0: all the capacity
   SavePolicy save = SavePolicy::z;
-  std::int64_t saved_rows = -1;      // -1: all the capacity; whole blocks are saved
-  std::int32_t comm_workers = 0;     // per rank. CPU: threads, 0 means one. CUDA: CTAs that only
-                                     // communicate, 0: none, the spare warps of every CTA do it
+  std::int64_t saved_rows = -1;  // -1: all the capacity; whole blocks are saved
+  // Per rank. CPU: communication threads, 0 means one. CUDA: CTAs that dispatch with all their
+  // warps and then multiply with the others (if communication workers combine: never multiply); 0:
+  // none, the spare warps of every CTA do it.
+  std::int32_t comm_workers = 0;
   std::int32_t compute_workers = 1;  // per rank, >= 1
   friend bool operator==(const Plan&, const Plan&) = default;
 };
