@@ -98,6 +98,7 @@ CudaLayer::CudaLayer(CudaBackend& backend, const Problem& problem, const Plan& p
   }
   ranks_.resize(num_ranks);
   weights_.resize(num_ranks);
+  inputs_.resize(num_ranks);
   heaps_moved();
   clear_counters();
   for (const DeviceGroup& group : backend_.groups()) prepare_kernel(group);
@@ -154,9 +155,12 @@ void CudaLayer::describe_rank(std::int64_t rank) {
   weights_[static_cast<std::size_t>(rank)] = {};  // the operands hold A and B: make them anew
 }
 
-void CudaLayer::describe_weights(std::int64_t rank, const Weights& w) {
+void CudaLayer::describe_weights(std::int64_t rank, const Weights& w, const ConstTensorView& x) {
   Weights& known = weights_[static_cast<std::size_t>(rank)];
-  if (same_pointers(known, w)) return;
+  ConstTensorView& known_x = inputs_[static_cast<std::size_t>(rank)];
+  const bool same_x = problem_.shared.intermediate == 0 ||
+                      (known_x.data == x.data && known_x.shape.dim[0] == x.shape.dim[0]);
+  if (same_x && same_pointers(known, w)) return;
   RankParams& r = ranks_[static_cast<std::size_t>(rank)];
   const auto at = [&](const pipeline::Region& region) {
     return reinterpret_cast<const bf16*>(r.workspace + region.offset);
@@ -188,14 +192,16 @@ void CudaLayer::describe_weights(std::int64_t rank, const Weights& w) {
       product(GroupedProduct::plain, at(l.hidden_ring),
               plan_.hidden_ring_blocks * pipeline::kBlockRows, w.down, {}, experts, h, i);
   if (shared > 0) {
-    const auto* x_in =
-        reinterpret_cast<const bf16*>(backend_.heap(rank) + common_.heap.x_in.offset);
-    r.operands[kSharedFc1] = product(GroupedProduct::swiglu, x_in, problem_.max_tokens,
-                                     w.shared_gate, w.shared_up, 1, shared, h);
+    // x where the caller keeps it; a rank without tokens has no tiles.
+    const bool has_x = x.shape.dim[0] > 0;
+    r.operands[kSharedFc1] =
+        product(GroupedProduct::swiglu, has_x ? x.as<bf16>() : at(l.x_ring),
+                has_x ? x.shape.dim[0] : 1, w.shared_gate, w.shared_up, 1, shared, h);
     r.operands[kSharedFc2] = product(GroupedProduct::plain, at(l.shared_hidden),
                                      problem_.max_tokens, w.shared_down, {}, 1, h, shared);
   }
   known = w;
+  known_x = x;
 }
 
 void CudaLayer::bind_rank(std::int64_t rank, const ForwardInput& input,
@@ -213,7 +219,7 @@ void CudaLayer::bind_rank(std::int64_t rank, const ForwardInput& input,
                                    {"y", ConstTensorView(output.y)}}) {
     require_aligned(what, rank, view.data);
   }
-  describe_weights(rank, input.weights);
+  describe_weights(rank, input.weights, input.x);
   RankParams& r = ranks_[static_cast<std::size_t>(rank)];
   r.x = input.x.as<bf16>();
   r.expert_ids = input.expert_ids.data;

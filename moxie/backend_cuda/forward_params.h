@@ -45,6 +45,7 @@ struct ScheduleResult {
 };
 struct PassWords {
   std::uint32_t num_counted;  // CTAs whose route counts are written
+  std::uint32_t num_placed;   // CTAs whose routes are placed
   std::uint32_t bad_route;    // see RouteSort
 };
 inline CudaWorkspaceLayout cuda_workspace_layout(const Problem& p, const Plan& plan) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "moxie/backend_cuda/forward_epilogue.cuh"
+#include "moxie/backend_cuda/forward_schedule.cuh"
 #include "moxie/merge/merge_cuda.cuh"
 
 namespace moxie::backend_cuda {
@@ -187,14 +188,17 @@ __device__ __forceinline__ DispatchTeam dispatch_team(const ForwardCommon& commo
   return {cta.count - dedicated, dedicated, kMaxDispatchWarps};
 }
 
-// A warp of the team.
-__device__ __forceinline__ void dispatch_rows(const ForwardCommon& common, ForwardState& state,
-                                              const DispatchTeam& team) {
+// A warp of the team. The rows of the first blocks come before what is left of staging, which no
+// row of this rank waits for.
+__device__ __forceinline__ void dispatch_rows(const ForwardCommon& common, const RankParams& rank,
+                                              ForwardState& state, const DispatchTeam& team) {
   const int32_t warp_idx = threadIdx.x / 32 - kFirstDispatchWarp;
-  dispatch::pull_rows(state.pull, state.pull_slots[warp_idx], state.recorder,
-                      (state.cta.idx - team.first_cta) * team.num_warps + warp_idx,
-                      team.num_ctas * team.num_warps, state.counter_limits,
-                      code(WaitFor::x_slot_free), [&] { delay_of(common)(); });
+  dispatch::pull_rows(
+      state.pull, state.pull_slots[warp_idx], state.recorder,
+      (state.cta.idx - team.first_cta) * team.num_warps + warp_idx, team.num_ctas * team.num_warps,
+      {state.signal_limits, state.counter_limits, code(WaitFor::x_staged),
+       code(WaitFor::x_slot_free)},
+      [&] { delay_of(common)(); }, [&] { stage_tokens(common, rank, state, StageUntil::done); });
 }
 
 // Consumer warps of a dedicated CTA dispatch first. Its cluster takes no tickets before all of them
@@ -207,6 +211,14 @@ __device__ __forceinline__ void say_dispatched(ForwardState& state) {
   } else {
     device::mbarrier_arrive_cluster(device::mapa(&state.dispatched, 0));
   }
+}
+// A consumer warp of a dedicated CTA. A function of its own: inlined before the GEMM loop it costs
+// that loop a register, which it does not have.
+template <int kClusterSize>
+__device__ __noinline__ void dispatch_first(const ForwardCommon& common, const RankParams& rank,
+                                            ForwardState& state, const DispatchTeam& team) {
+  dispatch_rows(common, rank, state, team);
+  say_dispatched<kClusterSize>(state);
 }
 // A warp of the cluster's first CTA. False: gave up.
 __device__ __forceinline__ bool wait_dispatched(ForwardState& state) {

@@ -1,6 +1,6 @@
 // The whole forward pass in one kernel. Its CTAs are divided among the ranks of this GPU; every CTA
-// stages, then its warps take roles and keep them: warp 0 loads, warp 1 tickets and flags, warps
-// 2-3 dispatch and merge, two consumer warpgroups multiply. The GEMM loop is
+// sorts and stages, then its warps take roles and keep them: warp 0 loads, warp 1 tickets and
+// flags, warps 2-3 dispatch and merge, two consumer warpgroups multiply. The GEMM loop is
 // expert/grouped_gemm_cuda.cuh, unchanged. Protocol: docs/protocol.md. The CPU twin is
 // backend_cpu/.
 #pragma once
@@ -65,8 +65,14 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
   if (common.phases & kStagePhase) {
     clear_other_bank(common, rank, state, cta);
     if (!common.keep_schedule) {
-      if (!stage_inputs(common, rank, state, cta, scratch)) return;
-      if (cta.idx == 0) schedule_pass(common, rank, state, cta, scratch);
+      if (!sort_routes(common, rank, state, cta, scratch)) return;
+      if (cta.idx == 0) {
+        schedule_pass(common, rank, state, cta, scratch);
+      } else {
+        stage_tokens(common, rank, state, StageUntil::scheduled);  // useful while it waits
+      }
+    } else if (cta.idx == 0 && threadIdx.x == 0) {
+      announce_staged(common, rank.me, state.epoch);
     }
   }
   if (!read_schedule(common, rank, state)) return;
@@ -92,16 +98,17 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
         publish_only(common, rank, shared);
       }
     } else if (team.has(cta)) {
-      dispatch_rows(common, state, team);
+      dispatch_rows(common, rank, state, team);
       if (is_dedicated) say_dispatched<kClusterSize>(state);
+    } else if (common.phases & kStagePhase) {
+      stage_tokens(common, rank, state, StageUntil::done);
     }
     merge_returns(common, rank, state);
   } else {
     device::setmaxnreg_inc<ForwardConfig<kClusterSize>::kConsumerRegisters>();
-    if (is_dedicated) {
-      dispatch_rows(common, state, team);
-      say_dispatched<kClusterSize>(state);
-    }
+    // Their first rows are on the way: time for what is left of staging.
+    if (common.phases & kStagePhase) stage_tokens(common, rank, state, StageUntil::done);
+    if (is_dedicated) dispatch_first<kClusterSize>(common, rank, state, team);
     expert::multiply_tiles<kClusterSize>(gemm, shared);
     merge_returns(common, rank, state);
   }

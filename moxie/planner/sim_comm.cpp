@@ -1,0 +1,229 @@
+// Communication roles on the virtual clock: stage, schedule, dispatch, combine, merge, leaving.
+// Each follows its namesake in backend_cpu/roles_comm.h, wait for wait.
+#include <algorithm>
+
+#include "moxie/planner/sim_state.h"
+
+namespace moxie::planner {
+
+using pipeline::kBlockRows;
+
+// Own rank only: inputs into the heap, routes sorted, then one word to every peer.
+Process Simulation::stage(Worker& w) {
+  RankState& r = *w.rank;
+  Time begin = now_;
+  if (gpu()) co_await sleep(w, now_ + from_us(machine_[Field::launch_us]));
+  used(w, Use::start, begin);
+  begin = now_;
+  const double tokens = static_cast<double>(r.num_tokens), tensors = forward() ? 1 : 2;
+  const double bytes = 2 * tokens * tensors * row_bytes_;
+  std::int64_t workers = std::max(plan_.comm_workers, 1);
+  if (gpu()) workers = machine_.num_sms() - options_.reserve_sms;
+  const double each = bytes / static_cast<double>(workers);
+  Time end = std::max(r.memory.serve(now_, each),
+                      now_ + static_cast<Time>(each * 1e3 / machine_[Field::sm_merge_gbps]));
+  if (w.idx == 0 && w.role == Role::comm) {
+    const double routes = tokens * static_cast<double>(problem_.top_k);
+    end += static_cast<Time>(routes * machine_[Field::schedule_ns_per_route] * 1e3);
+  }
+  co_await sleep(w, end);
+  record(w, trace::Kind::stage, -1, -1, false, begin, now_);
+  used(w, Use::start, begin);
+  add(r.stage_done, 1);
+  if (w.idx != 0 || w.role != Role::comm) co_return;
+  std::int64_t stagers = 0;
+  for (const Worker& other : workers_) {
+    stagers += other.rank == &r && (split() || other.role == Role::comm) ? 1 : 0;
+  }
+  co_await wait(w, r.stage_done, stagers, WaitFor::stage_done, 0);
+  raise(r, &RankState::inputs_ready, now_);
+}
+
+// Every peer's counts, the tables, and if the capacity is not proven everybody's verdict.
+Process Simulation::schedule_pass(Worker& w) {
+  RankState& r = *w.rank;
+  if (w.idx == 0 && w.role == Role::comm) {
+    const Time begin = now_;
+    co_await wait(w, r.inputs_ready.counter, 1, WaitFor::inputs_ready, 0);
+    const Time tables = now_;
+    co_await sleep(w, now_ + from_us(machine_[Field::schedule_base_us]));
+    used(w, Use::start, tables);
+    if (plan_.capacity_rows / kBlockRows < pipeline::worst_case_blocks(problem_)) {
+      raise(r, &RankState::agreement, now_);
+      co_await wait(w, r.agreement.counter, 1, WaitFor::agreement, 0);
+    }
+    if (r.routed_blocks == 0) {
+      for (std::int64_t s = 0; s < num_slabs(); ++s) announce_slab(r, s, now_);
+    }
+    record(w, trace::Kind::schedule, -1, -1, false, begin, now_);
+    add(r.schedule_ready, 1);
+  }
+  co_await wait(w, r.schedule_ready, 1, WaitFor::schedule_ready, 0);
+}
+
+// Pulls rows into ring slots, in block order.
+Process Simulation::pull_rows(Worker& w) {
+  RankState& r = *w.rank;
+  const std::int64_t units = pipeline::num_dispatch_units(r.table);
+  while (r.dispatch_unit < units) {
+    const std::int64_t claimed = r.dispatch_unit++;
+    const BlockId b = pipeline::dispatch_block(r.table, claimed);
+    const pipeline::DispatchUnit unit =
+        pipeline::dispatch_unit(r.table, claimed, r.block_rows[static_cast<std::size_t>(b.v)]);
+    if (unit.rows.size() == 0) continue;
+    co_await wait_slot_free(w, r, b);
+    const Time begin = now_;
+    const auto routed = static_cast<std::size_t>(r.table.routed_idx(b));
+    const double row = dispatch_row_bytes(r, b);
+    const std::size_t experts = static_cast<std::size_t>(r.table.num_experts);
+    Time end = now_ + from_us(machine_[Field::remote_load_us]);
+    double bytes = 0;
+    std::int64_t first = 0;  // row of the block where the source begins
+    for (std::int32_t s = r.source_of[routed]; s < r.source_of[routed + 1]; ++s) {
+      const BlockSource& source = r.sources[static_cast<std::size_t>(s)];
+      const std::int64_t rows =
+          std::min(unit.rows.end, first + source.rows) - std::max(unit.rows.begin, first);
+      first += source.rows;
+      if (rows <= 0) continue;
+      double moved = static_cast<double>(rows) * row;
+      if (!r.fresh.empty()) {
+        const auto e = static_cast<std::size_t>(r.block_expert[static_cast<std::size_t>(b.v)]);
+        moved *= r.fresh[static_cast<std::size_t>(source.rank) * experts + e];
+      }
+      bytes += moved;
+      end = std::max(end, transfer(RankId{source.rank}, r.me, moved, pull_, true));
+    }
+    end = std::max(end, now_ + static_cast<Time>(bytes * 1e3 / w.dispatch_gbps));
+    co_await sleep(w, end);
+    record(w, trace::Kind::dispatch, b.v, -1, false, begin, now_);
+    used(w, Use::communicate, begin);
+    add(r.x_ready[routed / static_cast<std::size_t>(plan_.minibatch_blocks)],
+        static_cast<std::uint32_t>(unit.rows.size()));
+  }
+}
+
+PushUnit Simulation::push_unit(const RankState& r, std::int64_t unit) const {
+  if (options_.symmetric) return r.push_units[static_cast<std::size_t>(unit)];
+  const pipeline::PushRows u = pipeline::push_unit(r.push, unit);
+  return {u.to.v, static_cast<std::int32_t>(u.block), static_cast<std::int32_t>(u.rows.size())};
+}
+std::int64_t Simulation::num_push_units(const RankState& r) const {
+  return options_.symmetric ? static_cast<std::int64_t>(r.push_units.size()) : r.push.num_units();
+}
+
+// Push dispatch: writes own rows into the slots of the ranks that will compute them, and counts
+// them there: a count that travels behind the rows.
+Process Simulation::push_rows(Worker& w) {
+  RankState& r = *w.rank;
+  while (r.dispatch_unit < num_push_units(r)) {
+    const PushUnit unit = push_unit(r, r.dispatch_unit++);
+    const RankId to{unit.dest};
+    RankState& dest = at(to);
+    const BlockId b{dest.table.shared_blocks + unit.block};
+    if (unit.block >= plan_.x_ring_blocks) {
+      co_await wait(w, dest.fc1_done[static_cast<std::size_t>(b.v - plan_.x_ring_blocks)],
+                    pipeline::num_fc1_tiles(problem_.intermediate), WaitFor::peer_slot_free,
+                    unit.dest);
+    }
+    const Time begin = now_;
+    double bytes = static_cast<double>(unit.rows) * row_bytes_;
+    if (!dest.fresh.empty()) {
+      const auto e = static_cast<std::size_t>(dest.block_expert[static_cast<std::size_t>(b.v)]);
+      bytes *= dest.fresh[static_cast<std::size_t>(r.me.v * dest.table.num_experts) + e];
+    }
+    Time end = transfer(r.me, to, bytes, push_, true);
+    end = std::max(end, now_ + static_cast<Time>(bytes * 1e3 / w.dispatch_gbps));
+    const Time flag = signal_time(r.me, to);  // a release waits until the rows are acknowledged
+    co_await sleep(w, end + (to == r.me ? 0 : flag));
+    record(w, trace::Kind::dispatch, unit.block, -1, false, begin, now_);
+    used(w, Use::communicate, begin);
+    later(now_ + flag, dest.x_ready[static_cast<std::size_t>(unit.block / plan_.minibatch_blocks)],
+          static_cast<std::uint32_t>(unit.rows));
+  }
+}
+
+Process Simulation::dispatch_rows(Worker& w) {
+  if (dispatch_by_push())
+    co_await push_rows(w);
+  else
+    co_await pull_rows(w);
+}
+
+// Combine by communication workers: rows of a slab go home, block by block, as FC2 stores them.
+Process Simulation::combine_slab(Worker& w, std::int64_t slab) {
+  RankState& r = *w.rank;
+  const pipeline::Range tiles =
+      pipeline::slab_tiles(slab, num_slabs(), pipeline::num_fc2_tiles(problem_.hidden));
+  const double cols = static_cast<double>(slab_columns(slab).size());
+  const std::int64_t end = pipeline::num_combine_units(r.table, slab + 1);
+  while (r.combine_unit < end) {
+    const pipeline::CombineUnit unit = pipeline::combine_unit(r.table, r.combine_unit++);
+    if (unit.rows.size() > 0) {
+      const auto y =
+          static_cast<std::size_t>(slab * r.routed_blocks + r.table.routed_idx(unit.block));
+      co_await wait(w, r.y_ready[y], tiles.size(), WaitFor::y_ready, unit.block.v);
+      const Time begin = now_;
+      const double bytes = static_cast<double>(unit.rows.size()) * cols * cost_.elem;
+      const Time sent = std::max(push_pieces(r, unit.block, unit.rows, cols),
+                                 now_ + static_cast<Time>(bytes * 1e3 / w.dispatch_gbps));
+      co_await sleep(w, sent);
+      record(w, trace::Kind::combine, unit.block.v, slab, false, begin, now_);
+      used(w, Use::communicate, begin);
+    }
+    piece_pushed(r, slab, now_);
+  }
+}
+
+// Merges the token ranges of slabs [0, end) that nobody has claimed, each as soon as every peer has
+// pushed its slab.
+Process Simulation::merge_slabs(Worker& w, std::int64_t end) {
+  RankState& r = *w.rank;
+  const std::int64_t units = pipeline::num_merge_units(r.num_tokens, end);
+  const std::int64_t pieces = problem_.top_k + (problem_.shared.intermediate > 0 ? 2 : 1);
+  const std::int64_t shared_tiles =
+      r.table.shared_blocks * pipeline::num_fc2_tiles(problem_.hidden);
+  while (r.merge_unit < units) {
+    const std::int64_t claimed = r.merge_unit++;
+    const pipeline::MergeUnit unit = pipeline::merge_unit(claimed, r.num_tokens);
+    co_await wait(w, r.returns_done[static_cast<std::size_t>(unit.slab)].counter, 1,
+                  WaitFor::returns_done, 0);
+    co_await wait(w, r.shared_done, shared_tiles, WaitFor::shared_done, 0);
+    const Time begin = now_;
+    const double bytes =
+        static_cast<double>(unit.tokens.size() * pieces * slab_columns(unit.slab).size()) *
+        cost_.elem;
+    const Time merged =
+        std::max(r.memory.serve(now_, bytes), now_ + static_cast<Time>(bytes * 1e3 / w.merge_gbps));
+    co_await sleep(w, merged);
+    record(w, trace::Kind::merge, claimed, unit.slab, false, begin, now_);
+    used(w, Use::merge, begin);
+    add(r.merge_done, 1);
+  }
+}
+
+// What is left of a worker's pass when its rows or tickets are out.
+Process Simulation::return_rows(Worker& w) {
+  for (std::int64_t s = 0; combine_by_comm() && s < num_slabs(); ++s) {
+    co_await combine_slab(w, s);
+    co_await merge_slabs(w, s);
+  }
+  co_await merge_slabs(w, num_slabs());
+}
+
+// The rank may leave when its output is whole and every peer has pushed everything.
+Process Simulation::finish_pass(Worker& w) {
+  RankState& r = *w.rank;
+  co_await wait(w, r.merge_done, pipeline::num_merge_units(r.num_tokens, num_slabs()),
+                WaitFor::merge_done, 0);
+  co_await wait(w, r.tasks_done, r.num_tickets, WaitFor::tasks_done, 0);
+  if (w.idx == 0 && w.role == Role::comm) {
+    for (std::int64_t s = 0; s < num_slabs(); ++s) {
+      co_await wait(w, r.returns_done[static_cast<std::size_t>(s)].counter, 1,
+                    WaitFor::returns_done, 0);
+    }
+    add(r.closed, 1);
+  }
+  co_await wait(w, r.closed, 1, WaitFor::pass_closed, 0);
+}
+
+}  // namespace moxie::planner

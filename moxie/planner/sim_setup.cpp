@@ -1,0 +1,315 @@
+// Before the clock starts: every rank's tables (the ones its schedule builds), what its blocks are
+// made of, and how much the power limit stretches its products.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "moxie/core/error.h"
+#include "moxie/planner/sim_state.h"
+
+namespace moxie::planner {
+
+using pipeline::BlockTable;
+using pipeline::kBlockRows;
+using pipeline::Range;
+
+Simulation::Simulation(const Problem& problem, const Plan& plan, const RoutingCounts& routing,
+                       const Machine& machine, const SimOptions& options)
+    : problem_(problem),
+      plan_(plan),
+      routing_(routing),
+      machine_(machine),
+      options_(options),
+      cost_(CostModel::make(problem, machine, options.mechanisms.fused_activation)),
+      pull_(pull_wire(machine)),
+      push_(push_wire(machine)),
+      row_bytes_(static_cast<double>(problem.hidden * size_bytes(problem.dtype))),
+      domain_(std::max<std::int64_t>(1, machine.domain_ranks())) {
+  const std::int64_t count = options.symmetric ? 1 : problem.num_ranks;
+  for (std::int64_t r = 0; r < count; ++r) build_rank(r);
+  for (const auto& r : ranks_) {
+    if (dispatch_by_push()) options.symmetric ? mirror_pushes(*r) : build_push(*r);
+    judge_power(*r);
+    add_workers(*r);
+  }
+}
+
+void Simulation::build_rank(std::int64_t index) {
+  ranks_.push_back(std::make_unique<RankState>());
+  RankState& r = *ranks_.back();
+  r.me = RankId{index};
+  r.num_tokens = routing_.tokens[static_cast<std::size_t>(index)];
+  const auto R = static_cast<std::size_t>(problem_.num_ranks);
+  const auto local =
+      static_cast<std::size_t>(num_local_experts(problem_.num_experts, problem_.num_ranks, r.me));
+  r.row_prefix.resize(local * (R + 1));
+  r.source_begin.resize(local * R);
+  r.expert_block.resize(local + 1);
+  std::vector<const std::int32_t*> route_begin;
+  for (std::int64_t p = 0; p < problem_.num_ranks; ++p) route_begin.push_back(routing_.of_rank(p));
+  r.table = pipeline::build_blocks(problem_, r.me, r.num_tokens, route_begin, r.row_prefix.data(),
+                                   r.source_begin.data(), r.expert_block.data());
+  const BlockTable& t = r.table;
+  r.routed_blocks = t.num_blocks - t.shared_blocks;
+  if (r.routed_blocks > plan_.capacity_rows / kBlockRows) {
+    throw Error(ErrorCode::capacity_exceeded,
+                fmt::format("rank {} would receive {} rows (padded to blocks of {}), must be at "
+                            "most plan.capacity_rows {}; nearest legal capacity_rows {}",
+                            index, r.routed_blocks * kBlockRows, kBlockRows, plan_.capacity_rows,
+                            r.routed_blocks * kBlockRows));
+  }
+  for (std::int64_t b = 0; b < t.num_blocks; ++b) {
+    const BlockId block{b};
+    const std::int32_t e = t.is_shared(block) ? -1 : t.expert(block).v;
+    r.block_expert.push_back(e);
+    r.block_rows.push_back(
+        static_cast<std::int32_t>(e < 0 ? t.rows(block) : t.rows(block, LocalExpertId{e})));
+  }
+  build_sources(r);
+  for (std::int64_t i = 0; i < r.routed_blocks; i += plan_.minibatch_blocks) {
+    r.minibatch_rows.push_back(static_cast<std::int32_t>(
+        pipeline::minibatch(t, i / plan_.minibatch_blocks, plan_.minibatch_blocks).rows));
+  }
+  const auto blocks = static_cast<std::size_t>(t.num_blocks);
+  r.x_ready.resize(r.minibatch_rows.size());
+  r.fc1_done.resize(blocks);
+  r.fc2_done.resize(blocks);
+  if (forward()) {
+    r.forward = pipeline::forward_stream(problem_, plan_, t);
+    r.num_tickets = r.forward.num_tickets();
+    if (combine_by_comm())
+      r.y_ready.resize(static_cast<std::size_t>(num_slabs() * r.routed_blocks));
+  } else {
+    const std::size_t chunks = blocks + local + 2;
+    r.chunk_block.resize(chunks + 1);
+    r.chunk_expert.resize(chunks);
+    r.chunk_after.resize(chunks);
+    r.step_ticket.resize(chunks + static_cast<std::size_t>(plan_.lag_chunks) + 2);
+    r.backward =
+        pipeline::build_chunks(problem_, plan_, t, r.chunk_block.data(), r.chunk_expert.data(),
+                               r.chunk_after.data(), r.step_ticket.data());
+    r.num_tickets = r.backward.num_tickets();
+    r.trail_done.resize(static_cast<std::size_t>(r.backward.chunks.num_chunks));
+  }
+  price_tasks(r);
+  r.link.out.ps_per_byte = r.link.in.ps_per_byte = 1e3 / machine_[Field::link_raw_gbps];
+  r.network.out.ps_per_byte = r.network.in.ps_per_byte = 1e3 / machine_[Field::network_gbps];
+  r.memory.ps_per_byte = 1e3 / machine_[Field::hbm_gbps];
+}
+
+// Home ranks of each block's rows, in row order.
+void Simulation::build_sources(RankState& r) {
+  const BlockTable& t = r.table;
+  const std::int64_t R = problem_.num_ranks;
+  r.source_of.push_back(0);
+  for (std::int64_t e = 0; e < t.num_experts; ++e) {
+    const std::int64_t* prefix = t.row_prefix + e * (R + 1);
+    std::int64_t i = 0;
+    for (std::int64_t row = 0; row < prefix[R]; row += kBlockRows) {
+      const std::int64_t end = std::min(row + kBlockRows, prefix[R]);
+      for (std::int64_t at = row; at < end;) {
+        while (prefix[i + 1] <= at) ++i;
+        const std::int64_t upto = std::min(end, prefix[i + 1]);
+        r.sources.push_back({t.rotated_source(i).v, static_cast<std::int32_t>(upto - at)});
+        at = upto;
+      }
+      r.source_of.push_back(static_cast<std::int32_t>(r.sources.size()));
+    }
+  }
+  if (!options_.mechanisms.dedupe) return;
+  for (std::int64_t source = 0; source < R; ++source) {
+    for (std::int64_t e = 0; e < t.num_experts; ++e)
+      r.fresh.push_back(static_cast<float>(fresh_share(problem_, routing_, source, r.me.v, e)));
+  }
+}
+
+// Push dispatch: where this rank's rows lie on every destination.
+void Simulation::build_push(RankState& r) {
+  const auto R = static_cast<std::size_t>(problem_.num_ranks);
+  const std::int64_t capacity = plan_.capacity_rows / kBlockRows;
+  std::vector<const std::int32_t*> route_begin;
+  std::vector<std::int32_t> tokens;
+  std::int64_t most = 0;
+  for (std::int64_t p = 0; p < problem_.num_ranks; ++p) {
+    route_begin.push_back(routing_.of_rank(p));
+    tokens.push_back(static_cast<std::int32_t>(routing_.tokens[static_cast<std::size_t>(p)]));
+    most = std::max(most, at(RankId{p}).routed_blocks);
+  }
+  r.push_first_row.resize(static_cast<std::size_t>(problem_.num_experts));
+  r.push_expert_block.resize(static_cast<std::size_t>(problem_.num_experts) + R);
+  r.push_shared_blocks.resize(R);
+  r.push_unit_begin.resize(static_cast<std::size_t>(most) * R + 1);
+  r.push = pipeline::build_push(problem_, r.me, route_begin, tokens, capacity,
+                                r.push_first_row.data(), r.push_expert_block.data(),
+                                r.push_shared_blocks.data(), r.push_unit_begin.data());
+}
+
+// In a symmetric simulation what my peers push here stands for what I push to them.
+void Simulation::mirror_pushes(RankState& r) {
+  for (std::int32_t b = 0; b < r.routed_blocks; ++b) {
+    for (std::int32_t i = r.source_of[static_cast<std::size_t>(b)];
+         i < r.source_of[static_cast<std::size_t>(b + 1)]; ++i) {
+      const BlockSource& s = r.sources[static_cast<std::size_t>(i)];
+      for (std::int32_t row = 0; row < s.rows; row += pipeline::kDispatchUnitRows)
+        r.push_units.push_back({s.rank, b,
+                                static_cast<std::int32_t>(std::min<std::int64_t>(
+                                    pipeline::kDispatchUnitRows, s.rows - row))});
+    }
+  }
+}
+
+bool Simulation::z_saved(const RankState& r, BlockId b) const {
+  if (plan_.save == SavePolicy::none) return false;
+  return r.table.is_shared(b) || r.table.routed_idx(b) < plan_.saved_rows / kBlockRows;
+}
+
+// Bytes dispatch moves for one row of a block: x, or dY and, unless saved, x.
+double Simulation::dispatch_row_bytes(const RankState& r, BlockId b) const {
+  if (forward()) return row_bytes_;
+  const bool x_saved = plan_.save == SavePolicy::z_and_x && z_saved(r, b);
+  return x_saved ? row_bytes_ : 2 * row_bytes_;
+}
+
+// Blocks of the same expert that share a band (backward: a chunk), and so its weights in cache.
+std::int64_t Simulation::sharers(const RankState& r, BlockId b) const {
+  Range band;
+  if (forward()) {
+    const std::int64_t first = r.table.is_shared(b) ? 0 : r.table.shared_blocks;
+    const std::int64_t last = r.table.is_shared(b) ? r.table.shared_blocks : r.table.num_blocks;
+    band.begin = first + (b.v - first) / plan_.band_blocks * plan_.band_blocks;
+    band.end = std::min<std::int64_t>(band.begin + plan_.band_blocks, last);
+  } else {
+    band = r.backward.chunks.blocks(r.backward.chunks.chunk_of(b));
+  }
+  if (!r.table.is_shared(b)) {
+    const auto e = static_cast<std::size_t>(r.block_expert[static_cast<std::size_t>(b.v)]);
+    band.begin = std::max<std::int64_t>(band.begin, r.expert_block[e]);
+    band.end = std::min<std::int64_t>(band.end, r.expert_block[e + 1]);
+  }
+  return std::max<std::int64_t>(1, band.size());
+}
+
+// What every task of a kind costs, once per block and chunk.
+void Simulation::price_tasks(RankState& r) {
+  using pipeline::Task;
+  using pipeline::TaskKind;
+  for (std::int64_t b = 0; b < r.table.num_blocks; ++b) {
+    const BlockId block{b};
+    const bool shared = r.table.is_shared(block);
+    r.lead_tiles.push_back(static_cast<std::uint32_t>(
+        pipeline::num_fc1_tiles(shared ? problem_.shared.intermediate : problem_.intermediate)));
+    r.lead_cost.push_back(
+        task_cost(r, Task{forward() ? TaskKind::fc1 : TaskKind::dgrad, block, 0, 0}));
+    r.trail_cost.push_back(
+        task_cost(r, Task{forward() ? TaskKind::fc2 : TaskKind::dx, block, 0, 0}));
+  }
+  if (forward()) return;
+  for (std::int64_t c = 0; c < r.backward.chunks.num_chunks; ++c) {
+    const Range blocks = r.backward.chunks.blocks(c);
+    r.chunk_rows.push_back(
+        std::accumulate(r.block_rows.begin() + blocks.begin, r.block_rows.begin() + blocks.end, 0));
+  }
+}
+
+TileCost Simulation::known_cost(const RankState& r, const pipeline::Task& task) const {
+  const auto b = static_cast<std::size_t>(task.block.v);
+  switch (task.kind) {
+    case pipeline::TaskKind::fc1:
+    case pipeline::TaskKind::dgrad: return r.lead_cost[b];
+    case pipeline::TaskKind::fc2:
+    case pipeline::TaskKind::dx: return r.trail_cost[b];
+    case pipeline::TaskKind::wgrad: break;
+  }
+  const auto& chunks = r.backward.chunks;
+  return cost_.wgrad(r.chunk_rows[static_cast<std::size_t>(task.chunk)],
+                     r.backward.wgrad_of(task.chunk).tile(task.tile),
+                     chunks.first_of_expert(task.chunk), chunks.last_of_expert(task.chunk));
+}
+
+TileCost Simulation::task_cost(const RankState& r, const pipeline::Task& task) const {
+  const auto b = static_cast<std::size_t>(task.block.v);
+  const bool shared = r.table.is_shared(task.block);
+  const std::int64_t width = shared ? problem_.shared.intermediate : problem_.intermediate;
+  const std::int64_t rows = r.block_rows[b], same = sharers(r, task.block);
+  switch (task.kind) {
+    case pipeline::TaskKind::fc1: return cost_.fc1(rows, width, same, z_saved(r, task.block));
+    case pipeline::TaskKind::fc2: return cost_.fc2(rows, width, same);
+    case pipeline::TaskKind::dgrad: return cost_.dgrad(rows, width, same, z_saved(r, task.block));
+    default: return cost_.dx(rows, width, same);
+  }
+}
+
+double Simulation::gemm_cycles(const RankState& r) const {
+  double cycles = 0;
+  const auto fc2_tiles = static_cast<double>(pipeline::num_fc2_tiles(problem_.hidden));
+  for (std::size_t b = 0; b < r.lead_cost.size(); ++b)
+    cycles += r.lead_tiles[b] * r.lead_cost[b].cycles + fc2_tiles * r.trail_cost[b].cycles;
+  for (std::int64_t c = 0; !forward() && c < r.backward.chunks.num_chunks; ++c) {
+    pipeline::Task task{pipeline::TaskKind::wgrad, BlockId{}, c, 0};
+    cycles += static_cast<double>(r.backward.wgrad_of(c).size()) * known_cost(r, task).cycles;
+  }
+  return cycles;
+}
+
+// What moves beside the products: rows in, pieces out, pieces merged.
+double Simulation::moved_bytes(const RankState& r) const {
+  double dispatched = 0, others = 0;
+  for (std::int64_t b = r.table.shared_blocks; b < r.table.num_blocks; ++b) {
+    const double n = r.block_rows[static_cast<std::size_t>(b)];
+    dispatched += n * dispatch_row_bytes(r, BlockId{b});
+    others += n * row_bytes_ * (combine_by_comm() ? 3 : 2);
+    if (!options_.mechanisms.fused_activation)
+      others += n * 4 * static_cast<double>(problem_.intermediate) * cost_.elem;
+  }
+  if (!r.fresh.empty()) {
+    const double fresh = std::accumulate(r.fresh.begin(), r.fresh.end(), 0.0);
+    dispatched *= fresh / static_cast<double>(r.fresh.size());
+  }
+  return dispatched + others;
+}
+
+// A power-limited GPU lowers its clock when bytes move beside the products. Stages that run one
+// after another do not share the power.
+void Simulation::judge_power(RankState& r) {
+  const double cycle_ps = 1e6 / machine_.clock_mhz;
+  r.cycle_ps = cycle_ps;
+  if (split() || !gpu()) return;
+  const double ctas =
+      static_cast<double>(machine_.num_sms() - options_.reserve_sms - plan_.comm_workers);
+  const double gemm_ms = gemm_cycles(r) / ctas * cycle_ps * 1e-9;
+  if (gemm_ms <= 0) return;
+  r.stretch = 1 + machine_[Field::moved_ms_per_gb] * moved_bytes(r) * 1e-9 / gemm_ms;
+  r.cycle_ps = cycle_ps * r.stretch;
+}
+
+void Simulation::add_workers(RankState& r) {
+  const std::int64_t sms = machine_.num_sms() - options_.reserve_sms;
+  if (gpu() && plan_.comm_workers >= sms) {
+    throw Error(
+        ErrorCode::invalid_plan,
+        fmt::format("plan.comm_workers is {}, must be between 0 and {} (the device has {} SMs, one "
+                    "must compute); nearest legal value {}",
+                    plan_.comm_workers, sms - 1, sms, sms - 1));
+  }
+  std::int64_t comm = std::max(plan_.comm_workers, 1), compute = plan_.compute_workers;
+  const bool spare = gpu() && plan_.comm_workers == 0 && !split();
+  if (gpu()) {
+    comm = split() ? 1 : spare ? sms : plan_.comm_workers;
+    compute = split() ? sms - 1 : sms - plan_.comm_workers;
+  }
+  for (std::int64_t i = 0; i < comm + compute; ++i) {
+    Worker* w = &workers_.emplace_back();
+    w->rank = &r;
+    w->id = static_cast<std::uint32_t>(workers_.size() - 1);
+    w->role = i < comm ? Role::comm : Role::compute;
+    w->idx = static_cast<std::int32_t>(i < comm ? i : i - comm);
+    w->spare = spare && w->role == Role::comm;
+    w->dispatch_gbps = machine_[w->spare            ? Field::spare_warp_gbps
+                                : !split() && gpu() ? Field::sm_beside_gbps
+                                                    : Field::sm_pull_gbps];
+    w->merge_gbps = machine_[w->spare ? Field::spare_merge_gbps : Field::sm_merge_gbps];
+  }
+}
+
+}  // namespace moxie::planner

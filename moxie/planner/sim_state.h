@@ -1,0 +1,222 @@
+// State of a simulation: ranks with their tables, counters and servers; workers with their
+// programs. The roles are in sim_comm.cpp and sim_compute.cpp, named as in backend_cpu.
+#pragma once
+#include <coroutine>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "moxie/pipeline/layout.h"
+#include "moxie/pipeline/tables.h"
+#include "moxie/planner/cost.h"
+#include "moxie/planner/event_queue.h"
+#include "moxie/planner/links.h"
+#include "moxie/planner/process.h"
+#include "moxie/planner/simulate.h"
+
+namespace moxie::planner {
+
+struct RankState;
+
+struct Worker {
+  RankState* rank = nullptr;
+  std::uint32_t id = 0;
+  std::int32_t idx = 0;
+  Role role = Role::comm;
+  bool spare = false;  // warps of a CTA that a compute worker is counted for
+  double dispatch_gbps = 0, merge_gbps = 0;
+  Process program;
+  Worker* next_waiter = nullptr;
+  std::uint32_t wanted = 0;
+  Time push_free = 0;  // its last push has left then
+  Time done = -1;
+  std::array<Time, kNumUses> use{};
+};
+
+// A count that workers wait for, and those that do.
+struct Counter {
+  std::uint32_t value = 0;
+  std::uint32_t least_wanted = UINT32_MAX;  // of those who wait
+  Worker* first = nullptr;
+  Worker* last = nullptr;
+};
+
+struct BlockSource {
+  std::int32_t rank = 0, rows = 0;
+};
+struct PushUnit {
+  std::int32_t dest = 0, block = 0, rows = 0;  // block: routed block of the destination
+};
+// Signals from all ranks that a rank waits for together: only the last one matters.
+struct Gathered {
+  Counter counter;  // 1 when all have arrived
+  std::int64_t arrived = 0;
+  Time last = 0;
+};
+
+struct RankState {
+  RankId me;
+  std::int64_t num_tokens = 0;
+  // tables
+  std::vector<std::int64_t> row_prefix, step_ticket;
+  std::vector<std::int32_t> source_begin, expert_block, chunk_block, chunk_expert, chunk_after;
+  pipeline::BlockTable table;
+  pipeline::ForwardStream forward;
+  pipeline::BackwardStream backward;
+  std::int64_t num_tickets = 0, routed_blocks = 0;
+  std::vector<std::int32_t> block_rows, block_expert;  // [num_blocks]
+  std::vector<std::int32_t> source_of;                 // [routed_blocks + 1] into sources
+  std::vector<BlockSource> sources;
+  pipeline::PushTable push;
+  std::vector<std::int32_t> push_first_row, push_expert_block, push_shared_blocks, push_unit_begin;
+  std::vector<PushUnit> push_units;  // symmetric simulation: what peers push here, mirrored
+  std::vector<float> fresh;          // [R, E_local] share of rows that dispatch moves; empty: all
+  std::vector<std::int32_t> minibatch_rows, chunk_rows;
+  std::vector<std::uint32_t> lead_tiles;        // [num_blocks] FC1 (dgrad) tiles
+  std::vector<TileCost> lead_cost, trail_cost;  // [num_blocks] FC1 (dgrad), FC2 (dX)
+  // counters
+  std::vector<Counter> x_ready, fc1_done, fc2_done, trail_done, y_ready;
+  Counter stage_done, schedule_ready, shared_done, merge_done, tasks_done, closed;
+  std::array<Counter, pipeline::kMaxPhases> phase;
+  std::int64_t ticket = 0, dispatch_unit = 0, combine_unit = 0, merge_unit = 0;
+  std::int64_t ready_chunk = -1;  // wgrad tiles of this chunk have nothing to wait for
+  std::int64_t wave_kind = -1, wave_band = -1, wave_begin = 0;
+  Gathered inputs_ready, agreement;
+  std::array<Gathered, pipeline::kMaxSlabs> returns_done;
+  std::array<std::int64_t, pipeline::kMaxSlabs> slab_pieces{};
+  std::array<Time, pipeline::kMaxSlabs> slab_time{};
+  // machine
+  Port link, network;
+  Server memory;
+  double cycle_ps = 0, stretch = 1;
+  Time end = 0;
+};
+
+class Simulation {
+ public:
+  Simulation(const Problem& problem, const Plan& plan, const RoutingCounts& routing,
+             const Machine& machine, const SimOptions& options);
+  SimResult run();
+
+ private:
+  // sim_setup.cpp
+  void build_rank(std::int64_t r);
+  void build_sources(RankState& r);
+  void build_push(RankState& r);
+  void mirror_pushes(RankState& r);
+  void price_tasks(RankState& r);
+  void judge_power(RankState& r);
+  void add_workers(RankState& r);
+  double gemm_cycles(const RankState& r) const;
+  double moved_bytes(const RankState& r) const;
+  std::int64_t sharers(const RankState& r, BlockId b) const;
+  TileCost task_cost(const RankState& r, const pipeline::Task& task) const;
+  TileCost known_cost(const RankState& r, const pipeline::Task& task) const;
+
+  // sim_roles: one program per worker
+  Process program(Worker& w);
+  Process run_fused(Worker& w);
+  Process run_split(Worker& w);
+  Process end_phase(Worker& w, std::int64_t phase);
+  Process stage(Worker& w);
+  Process schedule_pass(Worker& w);
+  Process dispatch_rows(Worker& w);
+  Process push_rows(Worker& w);
+  Process wait_slot_free(Worker& w, RankState& r, BlockId b);
+  Process pull_rows(Worker& w);
+  PushUnit push_unit(const RankState& r, std::int64_t unit) const;
+  std::int64_t num_push_units(const RankState& r) const;
+  Process combine_slab(Worker& w, std::int64_t slab);
+  Process merge_slabs(Worker& w, std::int64_t end);
+  Process return_rows(Worker& w);
+  Process finish_pass(Worker& w);
+  Process compute_tiles(Worker& w, std::int64_t end);
+  Process wait_for_task(Worker& w, const pipeline::Task& task, std::int64_t ticket);
+  void combine_tile(Worker& w, const pipeline::Task& task);
+  bool ready(RankState& r, const pipeline::Task& task) const;
+
+  // what workers await
+  struct Sleep {
+    Simulation& sim;
+    Worker& w;
+    Time until;
+    bool await_ready() const noexcept { return until <= sim.now_; }
+    void await_suspend(std::coroutine_handle<> h) const {
+      sim.goes_on_[w.id] = h;
+      sim.queue_.push(until, w.id);
+    }
+    void await_resume() const noexcept {}
+  };
+  struct Await {
+    Simulation& sim;
+    Worker& w;
+    Counter& counter;
+    std::uint32_t wanted;
+    WaitFor what;
+    std::int64_t idx;
+    Time since;
+    bool await_ready() const noexcept { return counter.value >= wanted; }
+    void await_suspend(std::coroutine_handle<> h) const;
+    void await_resume() const { sim.waited(*this); }
+  };
+  Sleep sleep(Worker& w, Time until) { return {*this, w, until}; }
+  Await wait(Worker& w, Counter& counter, std::int64_t wanted, WaitFor what, std::int64_t idx) {
+    return {*this, w, counter, static_cast<std::uint32_t>(wanted), what, idx, now_};
+  }
+  void waited(const Await& a);
+  void add(Counter& counter, std::uint32_t amount);
+  void later(Time time, Counter& counter, std::uint32_t amount);
+  void used(Worker& w, Use use, Time since) {
+    w.use[static_cast<std::size_t>(use)] += now_ - since;
+  }
+  void record(const Worker& w, trace::Kind kind, std::int64_t block, std::int64_t tile, bool shared,
+              Time begin, Time end, WaitFor what = WaitFor::inputs_ready);
+
+  // sim_transfer.cpp
+  Time transfer(RankId source, RankId dest, double bytes, WireBytes wire, bool lands_in_memory);
+  void raise(const RankState& from, Gathered RankState::*word, Time time);
+  void gather(Gathered& g, Time arrival);
+  void announce_slab(const RankState& from, std::int64_t slab, Time time);
+  void piece_pushed(RankState& r, std::int64_t slab, Time time);
+  Time push_pieces(RankState& r, BlockId b, pipeline::Range rows, double cols);
+  Time signal_time(RankId from, RankId to) const;
+  RankState& at(RankId r) { return *ranks_[static_cast<std::size_t>(simulated(r))]; }
+  std::int64_t simulated(RankId r) const { return options_.symmetric ? 0 : r.v; }
+  bool same_domain(RankId a, RankId b) const { return a.v / domain_ == b.v / domain_; }
+
+  bool forward() const { return options_.direction == Direction::forward; }
+  bool split() const { return plan_.mode == ExecMode::split; }
+  bool gpu() const { return options_.workers == Workers::gpu; }
+  std::int64_t num_slabs() const { return forward() ? plan_.num_slabs : 1; }
+  // The options are about the forward pass, as in the drivers.
+  bool dispatch_by_push() const { return forward() && plan_.dispatch == DispatchMode::push; }
+  bool combine_by_comm() const { return forward() && plan_.combine == CombineMode::comm_workers; }
+  double row_bytes() const { return row_bytes_; }
+  double dispatch_row_bytes(const RankState& r, BlockId b) const;
+  bool z_saved(const RankState& r, BlockId b) const;
+  pipeline::Range slab_columns(std::int64_t slab) const;
+
+  const Problem problem_;
+  const Plan plan_;
+  const RoutingCounts& routing_;
+  const Machine machine_;
+  const SimOptions options_;
+  const CostModel cost_;
+  const WireBytes pull_, push_;
+  const double row_bytes_;
+  const std::int64_t domain_;
+  std::vector<std::unique_ptr<RankState>> ranks_;
+  std::deque<Worker> workers_;                    // never moves: programs hold references
+  std::vector<std::coroutine_handle<>> goes_on_;  // [workers] where each resumes
+  EventQueue queue_;
+  struct Delivery {
+    Counter* counter = nullptr;
+    std::uint32_t amount = 0;
+  };
+  std::vector<Delivery> deliveries_;
+  std::vector<std::uint32_t> free_deliveries_;
+  Time now_ = 0;
+  std::vector<trace::Event> events_;
+};
+
+}  // namespace moxie::planner

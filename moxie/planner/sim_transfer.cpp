@@ -1,0 +1,164 @@
+// What crosses links, and signals: rows, row pieces, words from all ranks to all.
+#include <algorithm>
+
+#include "moxie/planner/sim_state.h"
+
+namespace moxie::planner {
+
+using pipeline::Range;
+
+void Simulation::Await::await_suspend(std::coroutine_handle<> h) const {
+  sim.goes_on_[w.id] = h;
+  w.wanted = wanted;
+  counter.least_wanted = std::min(counter.least_wanted, wanted);
+  w.next_waiter = nullptr;
+  (counter.last != nullptr ? counter.last->next_waiter : counter.first) = &w;
+  counter.last = &w;
+}
+
+void Simulation::waited(const Await& a) {
+  if (now_ == a.since) return;
+  Use use = Use::wait_order;
+  switch (a.what) {
+    case WaitFor::x_ready: use = Use::wait_rows; break;
+    case WaitFor::x_slot_free:
+    case WaitFor::peer_slot_free:
+    case WaitFor::hidden_free: use = Use::wait_slots; break;
+    case WaitFor::inputs_ready:
+    case WaitFor::schedule_ready:
+    case WaitFor::stage_done:
+    case WaitFor::agreement: use = Use::start; break;
+    case WaitFor::returns_done:
+    case WaitFor::shared_done:
+    case WaitFor::merge_done:
+    case WaitFor::tasks_done:
+    case WaitFor::pass_closed:
+    case WaitFor::phase: use = Use::tail; break;
+    default: break;
+  }
+  used(a.w, use, a.since);
+  constexpr Time kShownWait = 200'000;  // 0.2 us; shorter waits are noise in a picture
+  if (now_ - a.since > kShownWait)
+    record(a.w, trace::Kind::wait, a.idx, -1, false, a.since, now_, a.what);
+}
+
+void Simulation::add(Counter& counter, std::uint32_t amount) {
+  counter.value += amount;
+  if (counter.value < counter.least_wanted) return;
+  Worker* waiter = counter.first;
+  counter.first = counter.last = nullptr;
+  counter.least_wanted = UINT32_MAX;
+  while (waiter != nullptr) {
+    Worker* next = waiter->next_waiter;
+    waiter->next_waiter = nullptr;
+    if (counter.value >= waiter->wanted) {
+      queue_.push(now_, waiter->id);
+    } else {
+      (counter.last != nullptr ? counter.last->next_waiter : counter.first) = waiter;
+      counter.last = waiter;
+      counter.least_wanted = std::min(counter.least_wanted, waiter->wanted);
+    }
+    waiter = next;
+  }
+}
+
+// The counter grows at a later time. Deliveries share the queue with the workers, after their ids.
+void Simulation::later(Time time, Counter& counter, std::uint32_t amount) {
+  std::uint32_t at = 0;
+  if (free_deliveries_.empty()) {
+    at = static_cast<std::uint32_t>(deliveries_.size());
+    deliveries_.emplace_back();
+  } else {
+    at = free_deliveries_.back();
+    free_deliveries_.pop_back();
+  }
+  deliveries_[at] = {&counter, amount};
+  queue_.push(time, static_cast<std::uint32_t>(workers_.size()) + at);
+}
+
+// `bytes` of payload from one rank's memory to another's. Returns when the last byte is there.
+Time Simulation::transfer(RankId source, RankId dest, double bytes, WireBytes wire,
+                          bool lands_in_memory) {
+  RankState& from = at(source);
+  RankState& to = at(dest);
+  Time end = from.memory.serve(now_, bytes);
+  if (lands_in_memory) end = std::max(end, to.memory.serve(now_, bytes));
+  if (source == dest) return end;
+  if (same_domain(source, dest)) {
+    end = std::max({end, from.link.out.serve(now_, bytes * wire.forward),
+                    to.link.in.serve(now_, bytes * wire.forward)});
+    to.link.out.serve(now_, bytes * wire.reverse);
+    from.link.in.serve(now_, bytes * wire.reverse);
+    return end;
+  }
+  return std::max({end, from.network.out.serve(now_, bytes), to.network.in.serve(now_, bytes)}) +
+         from_us(machine_[Field::network_us]);
+}
+
+Time Simulation::signal_time(RankId from, RankId to) const {
+  if (from == to) return from_us(machine_[Field::local_load_us]);
+  return from_us(machine_[same_domain(from, to) ? Field::signal_us : Field::network_us]);
+}
+
+void Simulation::gather(Gathered& g, Time arrival) {
+  g.last = std::max(g.last, arrival);
+  if (++g.arrived == problem_.num_ranks) later(g.last, g.counter, 1);
+}
+
+// One word from a rank to every rank. In a symmetric simulation the peers' words come like this.
+void Simulation::raise(const RankState& from, Gathered RankState::*word, Time time) {
+  for (std::int64_t i = 0; i < problem_.num_ranks; ++i) {
+    const RankId to{i};
+    gather(at(to).*word, time + signal_time(from.me, to));
+  }
+}
+
+void Simulation::announce_slab(const RankState& from, std::int64_t slab, Time time) {
+  for (std::int64_t i = 0; i < problem_.num_ranks; ++i) {
+    const RankId to{i};
+    gather(at(to).returns_done[static_cast<std::size_t>(slab)], time + signal_time(from.me, to));
+  }
+}
+
+// Counts a pushed piece; the last one of a slab tells every peer when all of them have arrived.
+void Simulation::piece_pushed(RankState& r, std::int64_t slab, Time time) {
+  const auto s = static_cast<std::size_t>(slab);
+  const Range tiles =
+      pipeline::slab_tiles(slab, num_slabs(), pipeline::num_fc2_tiles(problem_.hidden));
+  const CombineMode mode = combine_by_comm() ? CombineMode::comm_workers : CombineMode::epilogue;
+  r.slab_time[s] = std::max(r.slab_time[s], time);
+  if (++r.slab_pieces[s] == pipeline::num_slab_pieces(mode, r.table, tiles))
+    announce_slab(r, slab, r.slab_time[s]);
+}
+
+// Pieces of `cols` columns of some rows of a block, home. Returns when all have arrived.
+Time Simulation::push_pieces(RankState& r, BlockId b, Range rows, double cols) {
+  const auto i = static_cast<std::size_t>(r.table.routed_idx(b));
+  Time end = now_;
+  std::int64_t first = 0;
+  for (std::int32_t s = r.source_of[i]; s < r.source_of[i + 1]; ++s) {
+    const BlockSource& home = r.sources[static_cast<std::size_t>(s)];
+    const std::int64_t n = std::min(rows.end, first + home.rows) - std::max(rows.begin, first);
+    first += home.rows;
+    if (n <= 0) continue;
+    const double bytes = static_cast<double>(n) * cols * cost_.elem;
+    end = std::max(end, transfer(r.me, RankId{home.rank}, bytes, push_, true));
+  }
+  return end;
+}
+
+Range Simulation::slab_columns(std::int64_t slab) const {
+  const Range tiles =
+      pipeline::slab_tiles(slab, num_slabs(), pipeline::num_fc2_tiles(problem_.hidden));
+  return {tiles.begin * pipeline::kFc2TileCols,
+          std::min(tiles.end * pipeline::kFc2TileCols, problem_.hidden)};
+}
+
+void Simulation::record(const Worker& w, trace::Kind kind, std::int64_t block, std::int64_t tile,
+                        bool shared, Time begin, Time end, WaitFor what) {
+  if (!options_.trace) return;
+  events_.push_back({w.rank->me.v, w.role, w.idx, kind, what, static_cast<std::int32_t>(block),
+                     static_cast<std::int32_t>(tile), shared, begin / 1000, end / 1000});
+}
+
+}  // namespace moxie::planner

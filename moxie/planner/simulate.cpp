@@ -1,0 +1,201 @@
+// One pass on the virtual clock: a program per worker, events in order of time, then the sums.
+#include "moxie/planner/simulate.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+#include <tuple>
+
+#include "moxie/core/error.h"
+#include "moxie/planner/sim_state.h"
+
+namespace moxie::planner {
+
+const char* name(Direction direction) {
+  return direction == Direction::forward ? "forward" : "backward";
+}
+
+const char* name(Use use) {
+  switch (use) {
+    case Use::start: return "start";
+    case Use::gemm: return "GEMM";
+    case Use::wait_rows: return "wait for rows";
+    case Use::wait_slots: return "wait for slots";
+    case Use::wait_order: return "wait for order";
+    case Use::communicate: return "communicate";
+    case Use::merge: return "merge";
+    case Use::tail: return "tail";
+  }
+  return "unknown";
+}
+
+// Split mode: stage after stage, all workers in every stage; on a GPU each stage is a launch.
+Process Simulation::end_phase(Worker& w, std::int64_t phase) {
+  RankState& r = *w.rank;
+  Counter& met = r.phase[static_cast<std::size_t>(phase)];
+  const std::int64_t workers = gpu() ? machine_.num_sms() - options_.reserve_sms
+                                     : std::max(plan_.comm_workers, 1) + plan_.compute_workers;
+  add(met, 1);
+  co_await wait(w, met, workers, WaitFor::phase, phase);
+  const Time begin = now_;
+  if (gpu()) co_await sleep(w, now_ + from_us(machine_[Field::launch_us]));
+  used(w, Use::start, begin);
+}
+
+Process Simulation::run_split(Worker& w) {
+  RankState& r = *w.rank;
+  co_await stage(w);
+  co_await schedule_pass(w);
+  std::int64_t phase = 0;
+  co_await dispatch_rows(w);
+  co_await end_phase(w, phase++);
+  std::vector<std::int64_t> ends;
+  if (forward()) {
+    const auto& f = r.forward;
+    ends = {f.shared_blocks * f.shared_fc1_tiles, f.shared_tickets(),
+            f.shared_tickets() + f.routed_blocks * f.fc1_tiles};
+  } else {
+    std::int64_t leads = 0;
+    for (std::int64_t c = 0; c < r.backward.chunks.num_chunks; ++c)
+      leads += r.backward.lead_tickets(c);
+    ends = {leads};
+  }
+  ends.push_back(r.num_tickets);
+  for (const std::int64_t end : ends) {
+    co_await compute_tiles(w, end);
+    co_await end_phase(w, phase++);
+  }
+  if (combine_by_comm()) {
+    for (std::int64_t s = 0; s < num_slabs(); ++s) co_await combine_slab(w, s);
+    co_await end_phase(w, phase++);
+  }
+  co_await merge_slabs(w, num_slabs());
+  co_await finish_pass(w);
+}
+
+Process Simulation::run_fused(Worker& w) {
+  RankState& r = *w.rank;
+  if (w.role == Role::comm) co_await stage(w);
+  co_await schedule_pass(w);
+  if (w.role == Role::comm) co_await dispatch_rows(w);
+  // CTAs of their own join the products when they are out of rows.
+  const bool joins = gpu() && !w.spare && !combine_by_comm();
+  if (w.role == Role::compute || joins) co_await compute_tiles(w, r.num_tickets);
+  co_await return_rows(w);
+  co_await finish_pass(w);
+}
+
+Process Simulation::program(Worker& w) {
+  if (split())
+    co_await run_split(w);
+  else
+    co_await run_fused(w);
+  w.done = now_;
+}
+
+SimResult Simulation::run() {
+  for (Worker& w : workers_) {
+    w.program = program(w);
+    goes_on_.push_back(w.program.handle());
+    queue_.push(0, w.id);
+  }
+  SimResult result;
+  while (!queue_.empty()) {
+    const QueuedEvent event = queue_.pop();
+    now_ = event.time;
+    // Thousands of programs do not fit the cache: ask for the next one's state while this one runs.
+    if (!queue_.empty() && queue_.next() < workers_.size()) {
+      const char* state = static_cast<const char*>(goes_on_[queue_.next()].address());
+      for (int line = 0; line < 6; ++line) __builtin_prefetch(state + 64 * line);
+      const char* worker = reinterpret_cast<const char*>(&workers_[queue_.next()]);
+      for (int line = 0; line < 3; ++line) __builtin_prefetch(worker + 64 * line);
+    }
+    ++result.num_events;
+    if (event.id < workers_.size()) {
+      goes_on_[event.id].resume();
+    } else {
+      const std::uint32_t at = event.id - static_cast<std::uint32_t>(workers_.size());
+      const Delivery delivery = deliveries_[at];
+      free_deliveries_.push_back(at);
+      add(*delivery.counter, delivery.amount);
+    }
+  }
+  for (Worker& w : workers_) {
+    if (w.done < 0) {
+      throw Error(ErrorCode::invalid_plan,
+                  fmt::format("this plan would deadlock: worker {} of rank {} waits for ever; "
+                              "pipeline::check must refuse it",
+                              w.idx, w.rank->me.v));
+    }
+    w.rank->end = std::max(w.rank->end, w.done);
+  }
+  for (Worker& w : workers_) {
+    // What no role accounts for is waiting at the end.
+    const Time known = std::accumulate(w.use.begin(), w.use.end(), Time{0});
+    w.use[static_cast<std::size_t>(Use::tail)] += std::max<Time>(0, w.rank->end - known);
+    Uses& sums = w.role == Role::compute || (gpu() && !w.spare) ? result.ctas : result.spare_warps;
+    for (std::size_t i = 0; i < kNumUses; ++i)
+      sums[i] += static_cast<double>(w.use[i]) / kPsPerSecond;
+  }
+  const auto ports = [&](Port RankState::*port, LinkUse& use, double rate) {
+    for (const auto& r : ranks_) {
+      const double capacity = rate * 1e9 * static_cast<double>(r->end) / kPsPerSecond;
+      const double out = (*r.*port).out.bytes / capacity, in = (*r.*port).in.bytes / capacity;
+      use.out += out / static_cast<double>(ranks_.size());
+      use.in += in / static_cast<double>(ranks_.size());
+      use.max_out = std::max(use.max_out, out);
+      use.max_in = std::max(use.max_in, in);
+      use.sent_bytes += (*r.*port).out.bytes;
+    }
+  };
+  ports(&RankState::link, result.link, machine_[Field::link_raw_gbps]);
+  ports(&RankState::network, result.network, machine_[Field::network_gbps]);
+  for (const auto& r : ranks_) {
+    result.rank_ms.push_back(to_ms(r->end));
+    result.ms = std::max(result.ms, to_ms(r->end));
+    result.gemm_stretch = std::max(result.gemm_stretch, r->stretch);
+    result.num_tasks += r->num_tickets;
+    for (std::int64_t b = r->table.shared_blocks; b < r->table.num_blocks; ++b)
+      result.routed_rows += r->block_rows[static_cast<std::size_t>(b)];
+  }
+  if (!options_.trace) return result;
+  trace::Trace& t = result.trace;
+  t.num_ranks = static_cast<std::int32_t>(ranks_.size());
+  for (Worker& w : workers_) {
+    if (w.rank != ranks_.front().get()) break;
+    ++(w.role == Role::comm ? t.comm_workers : t.compute_workers);
+  }
+  t.title = fmt::format("{} on {}, {} ranks, {} {} (simulated)", name(options_.direction),
+                        machine_.device, problem_.num_ranks, name(plan_.mode), name(plan_.order));
+  t.events = std::move(events_);
+  std::stable_sort(t.events.begin(), t.events.end(),
+                   [](const trace::Event& a, const trace::Event& b) {
+                     return std::tuple(a.rank, a.role, a.worker, a.begin_ns) <
+                            std::tuple(b.rank, b.role, b.worker, b.begin_ns);
+                   });
+  return result;
+}
+
+SimResult simulate(const Problem& problem, const Plan& plan, const RoutingCounts& routing,
+                   const Machine& machine, const SimOptions& options) {
+  check(problem);
+  pipeline::check(problem, plan);
+  if (static_cast<std::int64_t>(routing.tokens.size()) != problem.num_ranks) {
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("routing has {} ranks, must be num_ranks {}", routing.tokens.size(),
+                            problem.num_ranks));
+  }
+  for (std::size_t r = 0; r < routing.tokens.size(); ++r) {
+    if (routing.tokens[r] > problem.max_tokens) {
+      throw Error(ErrorCode::invalid_argument,
+                  fmt::format("tokens of rank {} is {}, must be at most max_tokens {}; nearest "
+                              "legal value {}",
+                              r, routing.tokens[r], problem.max_tokens, problem.max_tokens));
+    }
+  }
+  Simulation simulation(problem, plan, routing, machine, options);
+  return simulation.run();
+}
+
+}  // namespace moxie::planner
