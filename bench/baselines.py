@@ -6,7 +6,8 @@ Reads one JSON object per line from standard input and answers each with one on 
 {"cmd": "setup", ...} builds a layer's tensors from the same routes; {"cmd": "measure", "mode": "burst" | "sustained"}
 answers {"ms", "sm_clock_mhz"}. Ends with its input.
 
-gemm_only: three torch._grouped_mm (gate, up, down) on the rows that rank 0 receives, on its GPU; nothing else, no SwiGLU.
+gemm_only: three torch._grouped_mm (gate, up, down) on the rows that each rank receives, on its GPU, all ranks at once;
+nothing else, no SwiGLU. The slowest GPU counts, as for the layer: GPUs of one kind differ by a few percent.
 nccl_torch: the whole forward layer as people write it with torch.distributed, one process per rank: sort by expert,
 all_to_all of counts and rows, grouped products with silu(gate) * up, all_to_all back, weighted sum. The slowest rank
 counts. Two tokens per rank are checked against FP64 before anything is timed.
@@ -51,30 +52,42 @@ class SmClock:
         return float(value.value)
 
 
-def window(launch, num_passes, clock):
-    """Milliseconds per pass between events, and the mean of the SM clock while the GPU works."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+def synchronize(devices):
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def window(launch, num_passes, clocks):
+    """Milliseconds per pass between events and the mean SM clock while it works, of the slowest GPU of `clocks`."""
+    spans = {}  # device -> its two events
+    for device in clocks:
+        with torch.cuda.device(device):
+            spans[device] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            spans[device][0].record()
     for _ in range(num_passes):
         launch()
-    end.record()
-    samples = []
-    while not end.query():
-        samples.append(clock.mhz())
+    for device, (_, end) in spans.items():
+        with torch.cuda.device(device):
+            end.record()
+    samples = {device: [] for device in clocks}
+    while not all(end.query() for _, end in spans.values()):
+        for device, clock in clocks.items():
+            samples[device].append(clock.mhz())
         time.sleep(0.001)
-    torch.cuda.synchronize()
-    samples = [mhz for mhz in samples if mhz is not None]
-    return begin.elapsed_time(end) / num_passes, sum(samples) / len(samples) if samples else None
+    synchronize(clocks)
+    slowest = max(spans, key=lambda device: spans[device][0].elapsed_time(spans[device][1]))
+    mhz = [value for value in samples[slowest] if value is not None]
+    return spans[slowest][0].elapsed_time(spans[slowest][1]) / num_passes, sum(mhz) / len(mhz) if mhz else None
 
 
-def measure(launch, clock, *, mode, estimate_ms, meet=lambda: None):
+def measure(launch, clocks, *, mode, estimate_ms, meet=lambda: None):
     """`meet` brings the ranks together before the clock runs."""
     meet()
-    torch.cuda.synchronize()
+    synchronize(clocks)
     time.sleep(IDLE_S)
     for _ in range(1 if mode == "burst" else max(2, round(LOAD_MS / estimate_ms))):
         launch()
-    return window(launch, max(2, round(WINDOW_MS / estimate_ms)), clock)
+    return window(launch, max(2, round(WINDOW_MS / estimate_ms)), clocks)
 
 
 def decode_ids(spec, rank, device):
@@ -85,13 +98,14 @@ def decode_ids(spec, rank, device):
 
 
 class GroupedProducts:
-    """gemm_only: the three products of rank 0, alone."""
+    """gemm_only: the three products of one rank."""
 
-    def __init__(self, spec):
-        device = torch.device("cuda", spec["devices"][0])
-        torch.cuda.set_device(device)
-        num_local = -(-spec["num_experts"] // len(spec["tokens"]))
-        counts = torch.tensor(spec["rows_per_expert"][:num_local], device=device)
+    def __init__(self, spec, rank):
+        self.device = device = torch.device("cuda", spec["devices"][rank])
+        # Experts in contiguous parts, the first ranks one more where they do not divide.
+        few, extra = divmod(spec["num_experts"], len(spec["tokens"]))
+        first, num_local = rank * few + min(rank, extra), few + (rank < extra)
+        counts = torch.tensor(spec["rows_per_expert"][first : first + num_local], device=device)
         rows, H, I = int(counts.sum()), spec["hidden"], spec["intermediate"]
         generator = torch.Generator(device=device).manual_seed(spec["seed"])
         randn = lambda *shape: torch.randn(*shape, device=device, dtype=torch.bfloat16, generator=generator)
@@ -101,9 +115,10 @@ class GroupedProducts:
         self.down = randn(num_local, H, I).mul_(I**-0.5).transpose(1, 2)
 
     def __call__(self):
-        torch._grouped_mm(self.x, self.gate, offs=self.offsets)
-        torch._grouped_mm(self.x, self.up, offs=self.offsets)
-        torch._grouped_mm(self.hidden, self.down, offs=self.offsets)
+        with torch.cuda.device(self.device):
+            torch._grouped_mm(self.x, self.gate, offs=self.offsets)
+            torch._grouped_mm(self.x, self.up, offs=self.offsets)
+            torch._grouped_mm(self.hidden, self.down, offs=self.offsets)
 
 
 class ExpertParallelLayer:
@@ -178,7 +193,7 @@ def rank_main(rank, num_ranks, device, port, pipe):
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks,
                             device_id=torch.device("cuda", device))
-    layer = clock = estimate_ms = None
+    layer = clocks = estimate_ms = None
     while True:
         try:
             spec = pipe.recv()
@@ -188,15 +203,15 @@ def rank_main(rank, num_ranks, device, port, pipe):
             if spec["cmd"] == "setup":
                 layer = None
                 torch.cuda.empty_cache()
-                layer, clock = ExpertParallelLayer(spec, rank), SmClock(spec["pci_bus_ids"][rank])
+                layer, clocks = ExpertParallelLayer(spec, rank), {device: SmClock(spec["pci_bus_ids"][rank])}
                 error = layer.max_relative_error()
                 layer()
-                estimate = torch.tensor(window(layer, 3, clock)[0], device=layer.device)
+                estimate = torch.tensor(window(layer, 3, clocks)[0], device=layer.device)
                 dist.all_reduce(estimate, op=dist.ReduceOp.MAX)  # the same number of passes everywhere
                 estimate_ms = estimate.item()
                 pipe.send({"max_rel_l2": error})
             else:
-                ms, mhz = measure(layer, clock, mode=spec["mode"], estimate_ms=estimate_ms, meet=dist.barrier)
+                ms, mhz = measure(layer, clocks, mode=spec["mode"], estimate_ms=estimate_ms, meet=dist.barrier)
                 pipe.send({"ms": ms, "sm_clock_mhz": mhz})
         except Exception as error:
             pipe.send({"error": f"rank {rank}: {first_line(error)}"})
@@ -268,18 +283,24 @@ class NcclTorch:
 
 class GemmOnly:
     def __init__(self):
-        self.products = None
+        self.ranks = []
 
     def setup(self, spec):
-        self.products = None
+        self.ranks = []
         torch.cuda.empty_cache()
-        self.products, self.clock = GroupedProducts(spec), SmClock(spec["pci_bus_ids"][0])
-        self.products()
-        self.estimate_ms = window(self.products, 3, self.clock)[0]
-        return {"rows": self.products.x.shape[0]}
+        self.ranks = [GroupedProducts(spec, rank) for rank in range(len(spec["tokens"]))]
+        self.clocks = {device: SmClock(bus) for device, bus in zip(spec["devices"], spec["pci_bus_ids"])}
+        synchronize(self.clocks)
+        self.launch()
+        self.estimate_ms = window(self.launch, 3, self.clocks)[0]
+        return {"rows": [products.x.shape[0] for products in self.ranks]}
+
+    def launch(self):
+        for products in self.ranks:
+            products()
 
     def measure(self, spec):
-        ms, mhz = measure(self.products, self.clock, mode=spec["mode"], estimate_ms=self.estimate_ms)
+        ms, mhz = measure(self.launch, self.clocks, mode=spec["mode"], estimate_ms=self.estimate_ms)
         return {"ms": ms, "sm_clock_mhz": mhz}
 
 

@@ -85,13 +85,16 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
       rank.operands, {common, rank, state}, {common, state}, state.barrier_limits};
   const DispatchTeam team = dispatch_team(common, cta);
   const bool is_dedicated = team.has(cta) && team.is_dedicated();
+  const bool multiplies = !(is_dedicated && stays_with_rows(common));
   if (threadIdx.x < 128) {
     device::setmaxnreg_dec<ForwardConfig<kClusterSize>::kProducerRegisters>();
     const int32_t warp_idx = threadIdx.x / 32;
     if (warp_idx == 0) {
-      expert::load_tiles<kClusterSize>(gemm, shared);
+      if (multiplies) expert::load_tiles<kClusterSize>(gemm, shared);
     } else if (warp_idx == 1) {
-      if (expert::is_first_cta<kClusterSize>()) {
+      if (!multiplies) {
+        // no tickets
+      } else if (expert::is_first_cta<kClusterSize>()) {
         if (!is_dedicated || wait_dispatched(state))
           post_and_publish<kClusterSize>(common, rank, shared);
       } else if constexpr (kClusterSize > 1) {
@@ -103,14 +106,14 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
     } else if (common.phases & kStagePhase) {
       stage_tokens(common, rank, state, StageUntil::done);
     }
-    merge_returns(common, rank, state);
+    return_rows(common, rank, state);
   } else {
     device::setmaxnreg_inc<ForwardConfig<kClusterSize>::kConsumerRegisters>();
     // Their first rows are on the way: time for what is left of staging.
     if (common.phases & kStagePhase) stage_tokens(common, rank, state, StageUntil::done);
     if (is_dedicated) dispatch_first<kClusterSize>(common, rank, state, team);
-    expert::multiply_tiles<kClusterSize>(gemm, shared);
-    merge_returns(common, rank, state);
+    if (multiplies) expert::multiply_tiles<kClusterSize>(gemm, shared);
+    return_rows(common, rank, state);
   }
   expert::sync_cluster<kClusterSize>();  // nobody leaves while its partner may still write to its
                                          // memory
