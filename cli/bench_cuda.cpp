@@ -51,6 +51,8 @@ class CudaTarget final : public BenchTarget {
     add_run(runs, "moxie zero_copy", zero_copy_, {});
     // Neither staged nor sorted nor agreed on: what that costs is the difference to zero_copy.
     add_run(runs, "moxie kept_schedule", zero_copy_, {.keep_schedule = true});
+    // One rank: the expert FFN with its gather and scatter, beside the products alone.
+    if (problem.num_ranks == 1) add_run(runs, "moxie without_merge", inputs, {.skip_merge = true});
     return runs;
   }
 

@@ -31,6 +31,18 @@ std::optional<double> median(std::vector<double> values) {
   return Samples{std::move(values)}.median();
 }
 
+// What the schedule adds: the median of the differences between turns that follow each other, so
+// that a card that warms up does not count.
+Json schedule_handshake_us(const BenchRow& row, BenchMode mode) {
+  const auto whole = row.samples.find({"moxie zero_copy", mode}),
+             kept = row.samples.find({"moxie kept_schedule", mode});
+  if (whole == row.samples.end() || kept == row.samples.end()) return Json();
+  std::vector<double> difference_us;
+  for (std::size_t i = 0; i < std::min(whole->second.size(), kept->second.size()); ++i)
+    difference_us.push_back((whole->second[i].ms - kept->second[i].ms) * 1e3);
+  return Samples(difference_us).median();
+}
+
 }  // namespace
 
 std::optional<double> BenchRow::median_ms(const std::string& run, BenchMode mode) const {
@@ -82,7 +94,7 @@ Json to_json(const BenchRow& row) {
   for (const Timing& timing : row.samples.at({"moxie", first})) moxie.push_back(timing.ms);
   const Samples of_moxie{moxie};
   const auto ms = [&](const char* run) { return row.median_ms(run, first); };
-  const auto kept = ms("moxie kept_schedule"), zero_copy = ms("moxie zero_copy");
+  const auto zero_copy = ms("moxie zero_copy");
   Json samples = Json::object();
   for (const auto& [key, timings] : row.samples) {
     Json list = Json::array();
@@ -104,7 +116,8 @@ Json to_json(const BenchRow& row) {
                                             row.median_ms("gemm_only", BenchMode::sustained)))},
           {"nccl_ratio", or_null(ratio(ms("nccl_torch"), ms("moxie")))},
           {"zero_copy_ms", or_null(zero_copy)},
-          {"schedule_handshake_us", kept && zero_copy ? Json((*zero_copy - *kept) * 1e3) : Json()},
+          {"schedule_handshake_us", schedule_handshake_us(row, first)},
+          {"without_merge_ms", or_null(ms("moxie without_merge"))},
           {"mode", name(first)},
           {"sm_clock_mhz", or_null(row.median_clock_mhz("moxie", first))},
           {"gemm_only_clock_mhz", or_null(row.median_clock_mhz("gemm_only", first))},

@@ -47,26 +47,40 @@ struct WaitTarget {
 inline constexpr int kFreeTries = 32;                    // before the timer is read at all
 inline constexpr uint64_t kAbortPollAfter_ns = 1000000;  // before the abort flag is read
 
-// `abort` is what the wait saw in the abort flag. System scope: the flag may lie on another GPU.
-__device__ inline void report_wait(const WaitLimits& limits, const WaitTarget& target,
-                                   uint32_t abort, uint64_t seen, uint64_t waited_ns) {
-  if (abort == 0) abort = atomicCAS_system(limits.abort_flag, 0u, limits.rank + 1);
-  if (limits.record == nullptr) return;
-  const bool mine = limits.claim != nullptr ? atomicCAS(limits.claim, 0u, 1u) == 0u : abort == 0;
-  if (!mine) return;
+// Sets the abort flag; true for the first. System scope: the flag may lie on another GPU.
+__device__ inline bool raise_abort(const WaitLimits& limits) {
+  return atomicCAS_system(limits.abort_flag, 0u, limits.rank + 1) == 0u;
+}
+
+__device__ inline void write_record(const WaitLimits& limits, const WaitTarget& target,
+                                    uint32_t told_by, uint64_t seen, uint64_t waited_ns) {
   volatile ExpiredWait* record = limits.record;
   record->rank = limits.rank;
   record->cta = blockIdx.x;
   record->warp = threadIdx.x / 32;
   record->what = target.what;
   record->epoch = limits.epoch;
-  record->told_by = abort;
+  record->told_by = told_by;
   record->index = target.index;
   record->wanted = target.wanted;
   record->seen = seen;
   record->waited_ns = waited_ns;
   __threadfence_system();  // the fields before `written`, to the host
   record->written = 1;
+}
+
+// `abort` is what the wait saw in the abort flag: not 0, it was called off.
+__device__ inline void report_wait(const WaitLimits& limits, const WaitTarget& target,
+                                   uint32_t abort, uint64_t seen, uint64_t waited_ns) {
+  if (limits.claim == nullptr) {
+    if (abort == 0 && raise_abort(limits) && limits.record != nullptr)
+      write_record(limits, target, 0, seen, waited_ns);
+    return;
+  }
+  if (atomicCAS(limits.claim, 0u, 1u) == 0u && limits.record != nullptr)
+    write_record(limits, target, abort, seen, waited_ns);
+  // Last, so that none of the rank's waits that are called off claims the record first.
+  if (abort == 0) raise_abort(limits);
 }
 
 // Spins until ready() is true. False: the wait expired, or another one did. `seen` is called only

@@ -16,8 +16,9 @@ namespace {
 constexpr double kMargin = 24, kLeft = 164, kRight = 84;  // label column, busy column
 constexpr double kTitleHeight = 62, kPanelHeight = 30, kLegendHeight = 24, kAxisHeight = 42;
 constexpr double kGroupGap = 10, kLaneGap = 2, kColumn = 0.5;
-constexpr double kExactWidth = 1.2;    // narrower events go into columns
-constexpr double kTooltipWidth = 3.0;  // wider events say what they are when pointed at
+constexpr std::int32_t kMaxLanes = 48;  // of a rank
+constexpr double kExactWidth = 1.2;     // narrower events go into columns
+constexpr double kTooltipWidth = 3.0;   // wider events say what they are when pointed at
 constexpr double kCharWidth =
     7.7;  // generous for 13 px text, so that nothing overlaps with any font
 
@@ -195,10 +196,14 @@ class Picture {
 
   void add_rank(const Trace& trace, std::int32_t rank, double span) {
     const std::int32_t lanes = trace.comm_workers + trace.compute_workers;
-    const double lane_height = trace.num_ranks * lanes > 32 ? 15 : 22;
-    const double group_height = lanes * (lane_height + kLaneGap);
+    const std::int32_t step = (lanes + kMaxLanes - 1) / kMaxLanes;  // a GPU has hundreds
+    const std::int32_t drawn = (lanes + step - 1) / step;
+    const double lane_height = trace.num_ranks * drawn > 32 ? 15 : 22;
+    const double group_height = drawn * (lane_height + kLaneGap);
     text(body_, kMargin, y_ + group_height / 2 + 4, "rank", "rank " + std::to_string(rank));
-    for (std::int32_t lane = 0; lane < lanes; ++lane) {
+    if (step > 1)
+      text(body_, kMargin, y_ + group_height / 2 + 20, "key", "1 of " + std::to_string(step));
+    for (std::int32_t lane = 0; lane < lanes; lane += step) {
       const Role role = lane < trace.comm_workers ? Role::comm : Role::compute;
       const std::int32_t worker = lane < trace.comm_workers ? lane : lane - trace.comm_workers;
       text(body_, kLeft - 8, y_ + lane_height / 2 + 4, "lane",
