@@ -21,7 +21,7 @@ Simulation::Simulation(const Problem& problem, const Plan& plan, const RoutingCo
       routing_(routing),
       machine_(machine),
       options_(options),
-      cost_(CostModel::make(problem, machine, options.mechanisms.fused_activation)),
+      cost_(CostModel::make(problem, machine, options.mechanisms)),
       pull_(pull_wire(machine)),
       push_(push_wire(machine)),
       row_bytes_(static_cast<double>(problem.hidden * size_bytes(problem.dtype))),
@@ -166,7 +166,7 @@ bool Simulation::z_saved(const RankState& r, BlockId b) const {
 
 // Bytes dispatch moves for one row of a block: x, or dY and, unless saved, x.
 double Simulation::dispatch_row_bytes(const RankState& r, BlockId b) const {
-  if (forward()) return row_bytes_;
+  if (forward()) return options_.mechanisms.mxfp8 ? row_bytes_ / cost_.elem * 33 / 32 : row_bytes_;
   const bool x_saved = plan_.save == SavePolicy::z_and_x && z_saved(r, b);
   return x_saved ? row_bytes_ : 2 * row_bytes_;
 }
