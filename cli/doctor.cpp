@@ -6,28 +6,19 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
-#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <sstream>
 #include <thread>
 
+#include "cli/doctor.h"
 #include "cli/errors.h"
-#include "cli/json.h"
 #include "cli/tensors.h"
 #include "cli/verbs.h"
 #include "moxie/moxie.h"
 
 namespace moxie::cli {
-namespace fs = std::filesystem;
 namespace {
-
-struct Finding {
-  const char* what;
-  bool good;
-  std::string found;
-  std::string consequence;  // of what is missing; empty when nothing is
-};
 
 std::string simd_words() {
   std::ifstream file("/proc/cpuinfo");
@@ -43,14 +34,6 @@ std::string simd_words() {
     return found.empty() ? "none known" : found;
   }
   return "unknown";
-}
-
-std::int64_t num_nvidia_gpus() {
-  std::error_code error;
-  std::int64_t count = 0;
-  for (const auto& entry : fs::directory_iterator("/proc/driver/nvidia/gpus", error))
-    count += entry.is_directory() ? 1 : 0;
-  return count;
 }
 
 // A small layer, forward and backward, over two ranks. Weights are zero, so that the result must be
@@ -106,13 +89,6 @@ std::vector<Finding> examine() {
   } catch (const Error& error) {
     findings.back() = {"CPU backend", false, error.what(), "nothing runs"};
   }
-  findings.push_back(
-      {"CUDA backend", false,
-       "not in this command: a library built with MOXIE_CUDA has World::cuda, forward only",
-       "`moxie run --backend cuda` is refused"});
-  const std::int64_t gpus = num_nvidia_gpus();
-  findings.push_back({"CUDA GPUs", gpus > 0, gpus > 0 ? std::to_string(gpus) : "none",
-                      gpus > 0 ? "" : "the GPU tests are skipped"});
   return findings;
 }
 
@@ -144,7 +120,7 @@ void print_table(const std::vector<Finding>& findings) {
   }
 }
 
-Json to_json(const std::vector<Finding>& findings) {
+Json to_json(const std::vector<Finding>& findings, const Json& gpus) {
   Json list = Json::array(), variables = Json::array();
   for (const Finding& f : findings) {
     list.push_back(
@@ -156,7 +132,7 @@ Json to_json(const std::vector<Finding>& findings) {
                          {"value", value == nullptr ? Json() : Json(value)},
                          {"meaning", v.meaning}});
   }
-  return {{"moxie", version()}, {"findings", list}, {"environment", variables}};
+  return {{"moxie", version()}, {"findings", list}, {"cuda", gpus}, {"environment", variables}};
 }
 
 }  // namespace
@@ -167,11 +143,14 @@ Verb add_doctor(CLI::App& app) {
   const auto json = std::make_shared<bool>(false);
   verb->add_flag("--json", *json, "print JSON instead of a table");
   return {verb, [json] {
-            const std::vector<Finding> findings = examine();
-            *json ? fmt::print("{}", to_text(to_json(findings))) : print_table(findings);
+            std::vector<Finding> findings = examine();
+            const GpuMachineInfo gpus = examine_gpus();
+            const NcclInfo nccl = examine_nccl();
+            add_gpu_findings(gpus, nccl, findings);
+            *json ? fmt::print("{}", to_text(to_json(findings, gpus_json(gpus, nccl))))
+                  : print_table(findings);
             for (const Finding& finding : findings) {
-              if (std::string_view(finding.what) == "CPU backend" && !finding.good)
-                return kExitFailure;
+              if (finding.what == "CPU backend" && !finding.good) return kExitFailure;
             }
             return kExitOk;
           }};

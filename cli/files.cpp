@@ -95,6 +95,16 @@ void check_new_folder(const fs::path& path) {
   check_writable(temporary_name(folder));
 }
 
+fs::path source_tree() {
+  std::error_code error;
+  const fs::path program = fs::read_symlink("/proc/self/exe", error);
+  for (fs::path folder = program.parent_path(); folder.has_relative_path();
+       folder = folder.parent_path()) {
+    if (fs::exists(folder / "moxie" / "moxie.h", error)) return folder;
+  }
+  return {};
+}
+
 StagedDir::StagedDir(fs::path destination) : destination_(without_slash(std::move(destination))) {
   check_new_folder(destination_);
   staging_ = temporary_name(destination_);

@@ -20,6 +20,10 @@ void check_writable(const std::filesystem::path& path);
 // a dump never mixes with an older one.
 void check_new_folder(const std::filesystem::path& path);
 
+// The source tree that this program lies in (a folder above it has moxie/moxie.h); empty when it
+// was installed elsewhere.
+std::filesystem::path source_tree();
+
 // A folder that is filled under a temporary name and appears under its own with commit(). Removed
 // when never committed.
 class StagedDir {

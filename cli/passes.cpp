@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <numeric>
 
 namespace moxie::cli {
@@ -29,17 +30,17 @@ struct Views {
 };
 
 Views views_of(const Setup& setup, std::span<const RankTensors> inputs,
-               std::span<RankResults> results) {
-  Views views{forward_inputs(inputs), forward_outputs(results), {}, {}};
+               std::span<RankResults> results, const DeviceTensors* device) {
+  Views views{forward_inputs(inputs, device), forward_outputs(results, device), {}, {}};
   if (setup.backward) {
-    views.backward_in = backward_inputs(inputs);
-    views.backward_out = backward_outputs(results);
+    views.backward_in = backward_inputs(inputs, device);
+    views.backward_out = backward_outputs(results, device);
   }
   return views;
 }
 
 // The smallest rings the lag order allows: every slot is used many times.
-Plan small_rings(const Problem& problem, const Plan& plan) {
+Plan small_rings(const Problem& problem, const Plan& plan, std::int32_t num_workers) {
   Plan other = plan;
   other.mode = ExecMode::fused;
   other.order = TaskOrder::lag;
@@ -49,8 +50,8 @@ Plan small_rings(const Problem& problem, const Plan& plan) {
   other.minibatch_blocks = 2;
   other.chunk_blocks = 1;
   other.lag_chunks = 1;
-  other.comm_workers = 2;
-  other.compute_workers = 2;
+  other.comm_workers = num_workers;
+  other.compute_workers = std::max(num_workers, 1);
   other.save = SavePolicy::none;
   other.saved_rows = -1;
   other.x_ring_blocks = other.hidden_ring_blocks = other.backward_ring_blocks = 0;
@@ -94,10 +95,11 @@ double Samples::percentile(double p) const {
   return sorted[static_cast<std::size_t>(std::max(rank, 1.0)) - 1];
 }
 
-PassTimes run_passes(Layer& layer, const Setup& setup, std::span<const RankTensors> inputs,
-                     std::span<RankResults> results, Progress& progress) {
+PassTimes run_passes(World& world, Layer& layer, const Setup& setup,
+                     std::span<const RankTensors> inputs, std::span<RankResults> results,
+                     const DeviceTensors* device, Progress& progress) {
   PassTimes times;
-  const Views views = views_of(setup, inputs, results);
+  const Views views = views_of(setup, inputs, results, device);
   const std::int64_t num_passes = setup.repeat + 2;
   Context context = layer.make_context();
   for (std::int64_t pass = 0; pass < num_passes; ++pass) {
@@ -109,16 +111,20 @@ PassTimes run_passes(Layer& layer, const Setup& setup, std::span<const RankTenso
     const double forward_ms = milliseconds([&] {
       setup.backward ? layer.forward(views.forward_in, views.forward_out, context, to)
                      : layer.infer(views.forward_in, views.forward_out, to);
+      world.synchronize();
     });
     if (timed) times.forward.ms.push_back(forward_ms);
     if (traced) times.traces.push_back(std::move(forward_trace));
     if (!setup.backward) continue;
     to = traced ? &backward_trace : nullptr;
-    const double backward_ms =
-        milliseconds([&] { layer.backward(context, views.backward_in, views.backward_out, to); });
+    const double backward_ms = milliseconds([&] {
+      layer.backward(context, views.backward_in, views.backward_out, to);
+      world.synchronize();
+    });
     if (timed) times.backward.ms.push_back(backward_ms);
     if (traced) times.traces.push_back(std::move(backward_trace));
   }
+  if (device != nullptr) device->download(results);
   return times;
 }
 
@@ -131,11 +137,17 @@ SameBits check_same_bits(World& world, const RunOptions& options, const Setup& s
     const char* words;
     std::uint64_t shuffle_seed;
   };
-  const std::vector<Variant> variants = {
-      {small_rings(setup.problem, options.plan),
-       "lag order with the smallest rings, 2+2 workers per rank, shuffled timing",
-       options.seed + 1},
-      {split_mode(options.plan), "split mode", 0}};
+  const bool on_cpu = setup.backend == BackendKind::cpu;
+  std::vector<Variant> variants;
+  if (on_cpu) {
+    variants.push_back({small_rings(setup.problem, options.plan, 2),
+                        "lag order with the smallest rings, 2+2 workers per rank, shuffled timing",
+                        options.seed + 1});
+  } else if (options.cuda.cluster_size < 2) {  // clusters know no lag order
+    variants.push_back({small_rings(setup.problem, options.plan, 0),
+                        "lag order with the smallest rings, shuffled timing", options.seed + 1});
+  }
+  variants.push_back({split_mode(options.plan), "split mode", 0});
   for (std::size_t i = 0; i < variants.size() && report.ok; ++i) {
     progress.show(std::string("same bits: ") + variants[i].words,
                   static_cast<double>(i) / static_cast<double>(variants.size()));
@@ -146,9 +158,16 @@ SameBits check_same_bits(World& world, const RunOptions& options, const Setup& s
       others.push_back(allocate_results(setup.problem, setup.types, static_cast<std::int64_t>(rank),
                                         setup.tokens[rank], setup.backward));
     }
-    const Views views = views_of(setup, inputs, others);
+    std::unique_ptr<DeviceTensors> device;
+    if (!on_cpu) {
+      device = std::make_unique<DeviceTensors>(rank_devices(options.cuda, setup.problem.num_ranks),
+                                               inputs, others);
+    }
+    const Views views = views_of(setup, inputs, others, device.get());
     Context context = layer.forward(views.forward_in, views.forward_out);
     if (setup.backward) layer.backward(context, views.backward_in, views.backward_out);
+    world.synchronize();
+    if (device) device->download(others);
     report.plans.push_back(variants[i].words);
     report.difference = first_difference(results, others);
     report.ok = report.difference.empty();

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/device_tensors.h"
 #include "cli/progress.h"
 #include "cli/run_options.h"
 #include "cli/tensors.h"
@@ -25,17 +26,18 @@ struct PassTimes {
 };
 
 // One warm-up pass, `repeat` timed ones, one traced one. Leaves the results of the last pass in
-// `results`.
-PassTimes run_passes(Layer& layer, const Setup& setup, std::span<const RankTensors> inputs,
-                     std::span<RankResults> results, Progress& progress);
+// `results`. With `device` the passes run on the mirrors of inputs and results.
+PassTimes run_passes(World& world, Layer& layer, const Setup& setup,
+                     std::span<const RankTensors> inputs, std::span<RankResults> results,
+                     const DeviceTensors* device, Progress& progress);
 
 struct SameBits {
   bool ok = true;
   std::vector<std::string> plans;  // what was tried, in words
   std::string difference;          // where the first difference is
 };
-// The same passes in lag order with the smallest rings, two workers of each role and shuffled
-// timing, and in split mode.
+// The same passes in lag order with the smallest rings and shuffled timing (on the CPU with two
+// workers of each role), and in split mode.
 SameBits check_same_bits(World& world, const RunOptions& options, const Setup& setup,
                          std::span<const RankTensors> inputs, std::span<const RankResults> results,
                          Progress& progress);

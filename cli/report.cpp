@@ -188,33 +188,38 @@ std::string shape_words(const Problem& p) {
                             p.expert_bias ? " with biases" : "", name(p.dtype));
 }
 
-std::string plan_words(const Plan& p) {
+std::string plan_words(const Plan& p, BackendKind backend) {
   std::string text = fmt::format("{}, {}", name(p.mode), name(p.order));
   text += p.order == TaskOrder::slabs ? fmt::format(" {}", p.num_slabs)
                                       : fmt::format(" {} bands behind", p.lag_bands);
   if (p.dispatch == DispatchMode::push) text += ", push dispatch";
   if (p.combine == CombineMode::comm_workers) text += ", combine by communication workers";
-  return text + fmt::format(
-                    ", band {}, minibatch {}, rings x {} hidden {} backward {}, save {}, {} comm + "
-                    "{} compute per rank",
-                    p.band_blocks, p.minibatch_blocks, p.x_ring_blocks, p.hidden_ring_blocks,
-                    p.backward_ring_blocks, name(p.save), std::max(p.comm_workers, 1),
-                    p.compute_workers);
+  text += fmt::format(", band {}, minibatch {}, rings x {} hidden {} backward {}, save {}",
+                      p.band_blocks, p.minibatch_blocks, p.x_ring_blocks, p.hidden_ring_blocks,
+                      p.backward_ring_blocks, name(p.save));
+  if (backend == BackendKind::cpu)
+    return text + fmt::format(", {} comm + {} compute per rank", std::max(p.comm_workers, 1),
+                              p.compute_workers);
+  return text + (p.comm_workers == 0
+                     ? std::string(", communication in every CTA")
+                     : fmt::format(", {} communication CTAs per rank", p.comm_workers));
 }
 
 std::string to_table(const RunReport& report) {
-  std::string text = fmt::format(
-      "Moxie {}: one Mixture-of-Experts layer over {} rank{} on the CPU ({})\n\n", version(),
-      report.setup.problem.num_ranks, report.setup.problem.num_ranks == 1 ? "" : "s", report.gemm);
+  std::string text =
+      fmt::format("Moxie {}: one Mixture-of-Experts layer over {} rank{} on {} ({})\n\n", version(),
+                  report.setup.problem.num_ranks, report.setup.problem.num_ranks == 1 ? "" : "s",
+                  report.place, report.gemm);
   text += line("layer",
                fmt::format("{}: {}", report.setup.shape_name, shape_words(report.setup.problem)));
   text += line("input", input_words(report));
   text += line("tokens", token_words(report));
   text += line("rows", row_words(report.routing));
-  text += line("plan", plan_words(report.plan));
+  text += line("plan", plan_words(report.plan, report.setup.backend));
   text += line("memory", fmt::format("{:.1f} MB per rank for heap and workspace",
                                      static_cast<double>(report.memory_bytes) * 1e-6));
-  text += '\n' + pass_table(report) + '\n' + stage_table(report.times.traces);
+  text += '\n' + pass_table(report);
+  if (!report.times.traces.empty()) text += '\n' + stage_table(report.times.traces);
   if (report.check) text += '\n' + check_table(*report.check);
   if (report.same_bits) {
     const std::string plans = fmt::format("{}", fmt::join(report.same_bits->plans, "; "));
@@ -233,7 +238,8 @@ Json to_json(const RunReport& report) {
   Json json = {{"moxie", version()},
                {"command", report.command},
                {"machine", machine_json()},
-               {"backend", "cpu"},
+               {"backend", report.setup.backend == BackendKind::cuda ? "cuda" : "cpu"},
+               {"place", report.place},
                {"gemm", report.gemm},
                {"shape_name", report.setup.shape_name},
                {"problem", to_json(report.setup.problem)},

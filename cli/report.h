@@ -15,7 +15,8 @@ namespace moxie::cli {
 struct RunReport {
   std::vector<std::string> command;  // argv
   Setup setup;
-  Plan plan;  // resolved
+  Plan plan;                      // resolved
+  std::string place = "the CPU";  // or "2 GPUs"
   std::string gemm, origin;
   std::int64_t memory_bytes = 0;  // heap and workspace of one rank; all are alike
   RoutingStats routing;
@@ -28,7 +29,7 @@ struct RunReport {
 // Useful work: padding, recomputation and idle slots do not count.
 double forward_flops(const Problem& problem, const RoutingStats& routing);
 
-std::string plan_words(const Plan& plan);
+std::string plan_words(const Plan& plan, BackendKind backend);
 std::string shape_words(const Problem& problem);
 std::string to_table(const RunReport& report);
 Json to_json(const RunReport& report);

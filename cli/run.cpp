@@ -6,6 +6,7 @@
 #include <memory>
 #include <thread>
 
+#include "cli/device_tensors.h"
 #include "cli/dump.h"
 #include "cli/errors.h"
 #include "cli/files.h"
@@ -53,10 +54,13 @@ void write_results(const RunOptions& options, RunReport& report) {
     const trace::SvgOptions svg{
         .title = fmt::format("Moxie: one MoE layer over {} ranks, in one pass",
                              report.setup.problem.num_ranks),
-        .subtitle = fmt::format(
-            "{} · {} tokens, {} rows · {} workers on {} cores", shape_words(report.setup.problem),
-            report.routing.num_tokens, report.routing.num_rows,
-            trace::num_workers(report.times.traces.front()), std::thread::hardware_concurrency())};
+        .subtitle =
+            fmt::format("{} · {} tokens, {} rows · {} workers on {}",
+                        shape_words(report.setup.problem), report.routing.num_tokens,
+                        report.routing.num_rows, trace::num_workers(report.times.traces.front()),
+                        report.setup.backend == BackendKind::cuda
+                            ? report.place
+                            : fmt::format("{} cores", std::thread::hardware_concurrency()))};
     write_file(options.trace + ".svg", trace::to_svg(report.times.traces, svg));
     write_file(options.trace + ".json", trace::to_perfetto_json(report.times.traces));
     report.files.push_back(options.trace + ".svg (picture of the timeline)");
@@ -73,8 +77,8 @@ int run(RunOptions options, const std::vector<std::string>& command) {
     options.check = true;
     options.trace = kDefaultTrace;
   }
-  if (options.backend == "cuda")
-    throw Failure("`moxie run` drives no CUDA backend yet (World::cuda does); use --backend cpu");
+  const bool on_cuda = options.backend == BackendKind::cuda;
+  if (on_cuda) require_cuda();
   RunReport report;
   report.command = command;
   report.setup = setup_of(options);
@@ -89,7 +93,9 @@ int run(RunOptions options, const std::vector<std::string>& command) {
   const Inputs inputs = make_inputs(options, setup, progress);
   report.origin = inputs.origin;
   report.routing = routing_stats(setup.problem, inputs.ranks);
-  World world = World::cpu(world_options(options, setup));
+  World world = on_cuda ? World::cuda(world_options(options, setup), options.cuda)
+                        : World::cpu(world_options(options, setup));
+  report.place = on_cuda ? gpus_words(options.cuda, setup.problem.num_ranks) : "the CPU";
   report.gemm = world.describe_gemm();
   std::vector<RankResults> results;
   {
@@ -101,7 +107,12 @@ int run(RunOptions options, const std::vector<std::string>& command) {
                                          static_cast<std::int64_t>(rank), setup.tokens[rank],
                                          setup.backward));
     }
-    report.times = run_passes(layer, setup, inputs.ranks, results, progress);
+    std::unique_ptr<DeviceTensors> device;
+    if (on_cuda) {
+      device = std::make_unique<DeviceTensors>(rank_devices(options.cuda, setup.problem.num_ranks),
+                                               inputs.ranks, results);
+    }
+    report.times = run_passes(world, layer, setup, inputs.ranks, results, device.get(), progress);
   }
   if (options.check) {
     report.check = check_results(

@@ -10,6 +10,7 @@ namespace moxie::cli {
 namespace {
 
 using Words = std::string_view;
+constexpr std::array<Words, 2> kBackends = {"cpu", "cuda"};
 constexpr std::array<Words, 2> kDTypes = {"f32", "bf16"};
 constexpr std::array<Words, 2> kIdTypes = {"i32", "i64"};
 constexpr std::array<Words, 3> kActivations = {"swiglu", "swiglu_clamped", "gpt_oss"};
@@ -101,11 +102,9 @@ void add_input(CLI::App& app, RunOptions& o) {
 
 void add_work(CLI::App& app, RunOptions& o) {
   const auto group = [](CLI::Option* option) { option->group("Work"); };
-  group(add_text(app, "--backend", "cpu|cuda", "[cpu]", [&o](const std::string& text) {
-    static constexpr std::array<Words, 2> kBackends = {"cpu", "cuda"};
-    o.backend = kBackends[parse_choice("--backend", text, kBackends)];
-  }));
-  group(app.add_flag("--backward", o.backward, "forward and backward (the default)"));
+  group(add_choice(app, "--backend", o.backend, kBackends, "[cpu]"));
+  group(app.add_flag("--backward", o.backward,
+                     "forward and backward (the default on the CPU; not there on GPUs yet)"));
   group(app.add_flag("--forward-only", o.forward_only, "no backward pass"));
   group(add_integer(app, "--repeat", o.repeat, Range{1, 1'000'000},
                     "timed passes: median, p10, p90 [3]"));
@@ -127,11 +126,31 @@ void add_work(CLI::App& app, RunOptions& o) {
   group(add_choice(app, "--gemm", o.gemm, kGemms, "what the tiles run on [automatic]"));
 }
 
-void add_plan(CLI::App& app, RunOptions& o) {
-  Plan& p = o.plan;
-  const auto group = [](CLI::Option* option) {
-    option->group("Plan (changes the time and the memory, never the bits)");
-  };
+std::vector<int> parse_devices(const std::string& text) {
+  std::vector<int> devices;
+  for (const std::string_view part : split(text, ',')) {
+    const std::string what = "--devices of rank " + std::to_string(devices.size());
+    devices.push_back(static_cast<int>(parse_integer(what, part, kInt32)));
+  }
+  return devices;
+}
+
+void add_results(CLI::App& app, RunOptions& o) {
+  const auto group = [](CLI::Option* option) { option->group("Results"); };
+  group(add_text(app, "--trace", "PREFIX",
+                 "write PREFIX.svg (picture) and PREFIX.json (for ui.perfetto.dev)",
+                 [&o](const std::string& text) { o.trace = text; }));
+  group(add_text(app, "--dump", "DIR", "write all inputs and results as .npy into a new folder",
+                 [&o](const std::string& text) { o.dump = text; }));
+  group(add_text(app, "--json", "FILE",
+                 "write the report as JSON; - writes it to standard output, instead of the table",
+                 [&o](const std::string& text) { o.json = text; }));
+}
+
+}  // namespace
+
+void add_plan_options(CLI::App& app, Plan& p) {
+  const auto group = [](CLI::Option* option) { option->group(kPlanGroup); };
   group(add_choice(app, "--mode", p.mode, kModes, "one pass, or stage after stage [fused]"));
   group(add_choice(app, "--order", p.order, kOrders, "order of the FC1 and FC2 tiles [slabs]"));
   group(add_choice(app, "--dispatch", p.dispatch, kDispatches,
@@ -166,25 +185,24 @@ void add_plan(CLI::App& app, RunOptions& o) {
                     "compute workers per rank [1]"));
 }
 
-void add_results(CLI::App& app, RunOptions& o) {
-  const auto group = [](CLI::Option* option) { option->group("Results"); };
-  group(add_text(app, "--trace", "PREFIX",
-                 "write PREFIX.svg (picture) and PREFIX.json (for ui.perfetto.dev)",
-                 [&o](const std::string& text) { o.trace = text; }));
-  group(add_text(app, "--dump", "DIR", "write all inputs and results as .npy into a new folder",
-                 [&o](const std::string& text) { o.dump = text; }));
-  group(add_text(app, "--json", "FILE",
-                 "write the report as JSON; - writes it to standard output, instead of the table",
-                 [&o](const std::string& text) { o.json = text; }));
+void add_cuda_options(CLI::App& app, CudaOptions& cuda) {
+  const auto group = [](CLI::Option* option) { option->group(kCudaGroup); };
+  group(add_text(app, "--devices", "N,N,...",
+                 "GPU of each rank; one that is named twice holds virtual ranks [rank r on GPU r "
+                 "mod count]",
+                 [&cuda](const std::string& text) { cuda.devices = parse_devices(text); }));
+  group(add_integer(app, "--reserve-sms", cuda.reserve_sms, kInt32,
+                    "SMs of each GPU left to other kernels [0]"));
+  group(add_integer(app, "--cluster-size", cuda.cluster_size, Range{0, 2},
+                    "CTAs that share weights: 1, 2, or 0: by rows per expert [0]"));
 }
-
-}  // namespace
 
 void add_run_options(CLI::App& app, RunOptions& options) {
   add_shape(app, options);
   add_input(app, options);
   add_work(app, options);
-  add_plan(app, options);
+  add_cuda_options(app, options.cuda);
+  add_plan_options(app, options.plan);
   add_results(app, options);
 }
 

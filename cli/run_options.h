@@ -16,9 +16,10 @@ namespace moxie::cli {
 // A count that is -1 unless given; 0 may be a legal value.
 inline constexpr std::int64_t kNotGiven = -1;
 
+enum class BackendKind { cpu, cuda };
+
 struct RunOptions {
-  bool no_arguments = false;
-  std::string backend = "cpu";
+  BackendKind backend = BackendKind::cpu;
   // shape
   std::string preset;
   std::int64_t ranks = kNotGiven, hidden = kNotGiven, intermediate = kNotGiven, experts = kNotGiven;
@@ -44,16 +45,23 @@ struct RunOptions {
   std::int64_t kill_rank = kNotGiven;
   HostGemm gemm = HostGemm::automatic;
   Plan plan;
+  CudaOptions cuda;
   // where results go
   std::string dump, trace, json;
 };
 
 // Registers the options; `options` must outlive `app`.
 void add_run_options(CLI::App& app, RunOptions& options);
+// Parts of it that other verbs have too. The group's name tells plan options from the others.
+inline constexpr const char* kPlanGroup = "Plan (changes the time and the memory, never the bits)";
+inline constexpr const char* kCudaGroup = "CUDA (with --backend cuda)";
+void add_plan_options(CLI::App& app, Plan& plan);
+void add_cuda_options(CLI::App& app, CudaOptions& cuda);
 // Options that contradict each other. Throws Usage.
 void check_consistency(const RunOptions& options);
 
 struct Setup {
+  BackendKind backend = BackendKind::cpu;
   Problem problem;
   std::vector<std::int64_t> tokens;  // per rank
   RunTypes types;

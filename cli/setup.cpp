@@ -72,8 +72,12 @@ void scale_down(std::int64_t divisor, Problem& problem) {
 }
 
 std::vector<std::int64_t> tokens_per_rank(const RunOptions& options, std::int64_t& num_ranks) {
-  if (options.tokens.size() > 1 && options.ranks == kNotGiven)
-    num_ranks = static_cast<std::int64_t>(options.tokens.size());
+  if (options.ranks == kNotGiven) {
+    if (options.tokens.size() > 1)
+      num_ranks = static_cast<std::int64_t>(options.tokens.size());
+    else if (!options.cuda.devices.empty())
+      num_ranks = static_cast<std::int64_t>(options.cuda.devices.size());
+  }
   const auto R = static_cast<std::size_t>(num_ranks);
   if (options.tokens.empty()) return std::vector<std::int64_t>(R, kDefaultTokens);
   if (options.tokens.size() == 1) return std::vector<std::int64_t>(R, options.tokens[0]);
@@ -91,6 +95,13 @@ std::vector<std::int64_t> tokens_per_rank(const RunOptions& options, std::int64_
 void check_consistency(const RunOptions& options) {
   if (options.backward && options.forward_only)
     throw Usage("--backward and --forward-only exclude each other; give one");
+  const CudaOptions& cuda = options.cuda;
+  if (options.backend != BackendKind::cuda &&
+      (!cuda.devices.empty() || cuda.reserve_sms != 0 || cuda.cluster_size != 0)) {
+    throw Usage(
+        "--devices, --reserve-sms and --cluster-size are for GPUs; add --backend cuda, or leave "
+        "them out");
+  }
   if (options.inputs.empty()) return;
   const std::array<std::pair<const char*, bool>, 17> fixed = {{
       {"--preset", !options.preset.empty()},
@@ -121,7 +132,9 @@ void check_consistency(const RunOptions& options) {
 Setup make_setup(const RunOptions& options) {
   Setup setup;
   setup.types = {.ids = options.ids, .matrix_grads = options.grads};
-  setup.backward = !options.forward_only;
+  setup.backend = options.backend;
+  setup.backward =
+      options.backward || (options.backend == BackendKind::cpu && !options.forward_only);
   setup.repeat = options.repeat == kNotGiven ? kDefaultRepeat : options.repeat;
   std::int64_t num_ranks = options.ranks == kNotGiven ? kDefaultRanks : options.ranks;
   setup.tokens = tokens_per_rank(options, num_ranks);
@@ -156,7 +169,7 @@ Setup make_setup(const RunOptions& options) {
 }
 
 std::string in_option_words(std::string sentence) {
-  constexpr std::array<std::pair<std::string_view, std::string_view>, 30> kWords = {{
+  constexpr std::array<std::pair<std::string_view, std::string_view>, 35> kWords = {{
       {"plan.dispatch", "--dispatch"},
       {"plan.combine", "--combine"},
       {"plan.num_slabs", "--slabs"},
@@ -172,6 +185,11 @@ std::string in_option_words(std::string sentence) {
       {"plan.saved_rows", "--saved-rows"},
       {"plan.comm_workers", "--comm-workers"},
       {"plan.compute_workers", "--compute-workers"},
+      {"cuda.devices", "--devices"},
+      {"cuda.reserve_sms", "--reserve-sms"},
+      {"cuda.cluster_size", "--cluster-size"},
+      {"World::cuda", "--backend cuda"},
+      {"World::cpu", "--backend cpu"},
       {"num_ranks", "--ranks"},
       {"max_tokens", "--tokens"},
       {"shared.intermediate", "--shared-intermediate"},

@@ -6,6 +6,8 @@
 #include <string>
 #include <string_view>
 
+#include "cli/device_tensors.h"
+
 namespace moxie::cli {
 namespace {
 
@@ -45,17 +47,28 @@ HostTensor allocate(const TensorSpec& spec) {
   return spec.shape.rank == 0 ? HostTensor{} : HostTensor{spec.dtype, spec.shape};
 }
 
-Weights weights_of(const RankTensors& rank) {
-  return {.gate = rank.gate.view(),
-          .up = rank.up.view(),
-          .down = rank.down.view(),
-          .gate_bias = rank.gate_bias.view(),
-          .up_bias = rank.up_bias.view(),
-          .down_bias = rank.down_bias.view(),
-          .shared_gate = rank.shared_gate.view(),
-          .shared_up = rank.shared_up.view(),
-          .shared_down = rank.shared_down.view(),
-          .shared_output_gate = rank.shared_output_gate.view()};
+// Finds the array that a pass is to read or write.
+struct View {
+  const DeviceTensors* device;
+  ConstTensorView operator()(const HostTensor& tensor) const {
+    return device == nullptr ? tensor.view() : ConstTensorView(device->mirror(tensor));
+  }
+  TensorView operator()(HostTensor& tensor) const {
+    return device == nullptr ? tensor.view() : device->mirror(tensor);
+  }
+};
+
+Weights weights_of(const RankTensors& rank, const View& view) {
+  return {.gate = view(rank.gate),
+          .up = view(rank.up),
+          .down = view(rank.down),
+          .gate_bias = view(rank.gate_bias),
+          .up_bias = view(rank.up_bias),
+          .down_bias = view(rank.down_bias),
+          .shared_gate = view(rank.shared_gate),
+          .shared_up = view(rank.shared_up),
+          .shared_down = view(rank.shared_down),
+          .shared_output_gate = view(rank.shared_output_gate)};
 }
 
 }  // namespace
@@ -117,44 +130,52 @@ RankResults allocate_results(const Problem& problem, const RunTypes& types, std:
   return results;
 }
 
-std::vector<ForwardInput> forward_inputs(std::span<const RankTensors> ranks) {
+std::vector<ForwardInput> forward_inputs(std::span<const RankTensors> ranks,
+                                         const DeviceTensors* device) {
+  const View view{device};
   std::vector<ForwardInput> inputs;
   for (const RankTensors& rank : ranks) {
     inputs.push_back(
-        {rank.x.view(), rank.expert_ids.view(), rank.route_weights.view(), weights_of(rank)});
+        {view(rank.x), view(rank.expert_ids), view(rank.route_weights), weights_of(rank, view)});
   }
   return inputs;
 }
 
-std::vector<ForwardOutput> forward_outputs(std::span<RankResults> ranks) {
+std::vector<ForwardOutput> forward_outputs(std::span<RankResults> ranks,
+                                           const DeviceTensors* device) {
+  const View view{device};
   std::vector<ForwardOutput> outputs;
-  for (RankResults& rank : ranks) outputs.push_back({rank.y.view()});
+  for (RankResults& rank : ranks) outputs.push_back({view(rank.y)});
   return outputs;
 }
 
-std::vector<BackwardInput> backward_inputs(std::span<const RankTensors> ranks) {
+std::vector<BackwardInput> backward_inputs(std::span<const RankTensors> ranks,
+                                           const DeviceTensors* device) {
+  const View view{device};
   std::vector<BackwardInput> inputs;
   for (const RankTensors& rank : ranks)
-    inputs.push_back({rank.x.view(), rank.dy.view(), weights_of(rank)});
+    inputs.push_back({view(rank.x), view(rank.dy), weights_of(rank, view)});
   return inputs;
 }
 
-std::vector<BackwardOutput> backward_outputs(std::span<RankResults> ranks) {
+std::vector<BackwardOutput> backward_outputs(std::span<RankResults> ranks,
+                                             const DeviceTensors* device) {
+  const View view{device};
   std::vector<BackwardOutput> outputs;
   for (RankResults& rank : ranks) {
-    outputs.push_back({.dx = rank.dx.view(),
-                       .d_route_weights = rank.d_route_weights.view(),
+    outputs.push_back({.dx = view(rank.dx),
+                       .d_route_weights = view(rank.d_route_weights),
                        .grads = {.accumulate = false,
-                                 .gate = rank.d_gate.view(),
-                                 .up = rank.d_up.view(),
-                                 .down = rank.d_down.view(),
-                                 .gate_bias = rank.d_gate_bias.view(),
-                                 .up_bias = rank.d_up_bias.view(),
-                                 .down_bias = rank.d_down_bias.view(),
-                                 .shared_gate = rank.d_shared_gate.view(),
-                                 .shared_up = rank.d_shared_up.view(),
-                                 .shared_down = rank.d_shared_down.view(),
-                                 .shared_output_gate = rank.d_shared_output_gate.view()}});
+                                 .gate = view(rank.d_gate),
+                                 .up = view(rank.d_up),
+                                 .down = view(rank.d_down),
+                                 .gate_bias = view(rank.d_gate_bias),
+                                 .up_bias = view(rank.d_up_bias),
+                                 .down_bias = view(rank.d_down_bias),
+                                 .shared_gate = view(rank.d_shared_gate),
+                                 .shared_up = view(rank.d_shared_up),
+                                 .shared_down = view(rank.d_shared_down),
+                                 .shared_output_gate = view(rank.d_shared_output_gate)}});
   }
   return outputs;
 }

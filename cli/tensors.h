@@ -80,10 +80,16 @@ RankTensors allocate_inputs(const Problem& problem, const RunTypes& types, std::
 RankResults allocate_results(const Problem& problem, const RunTypes& types, std::int64_t rank,
                              std::int64_t num_tokens, bool backward);
 
-std::vector<ForwardInput> forward_inputs(std::span<const RankTensors> ranks);
-std::vector<ForwardOutput> forward_outputs(std::span<RankResults> ranks);
-std::vector<BackwardInput> backward_inputs(std::span<const RankTensors> ranks);
-std::vector<BackwardOutput> backward_outputs(std::span<RankResults> ranks);
+// Views for a pass: of the host arrays, or of their mirrors on the GPUs.
+class DeviceTensors;
+std::vector<ForwardInput> forward_inputs(std::span<const RankTensors> ranks,
+                                         const DeviceTensors* device = nullptr);
+std::vector<ForwardOutput> forward_outputs(std::span<RankResults> ranks,
+                                           const DeviceTensors* device = nullptr);
+std::vector<BackwardInput> backward_inputs(std::span<const RankTensors> ranks,
+                                           const DeviceTensors* device = nullptr);
+std::vector<BackwardOutput> backward_outputs(std::span<RankResults> ranks,
+                                             const DeviceTensors* device = nullptr);
 
 // Element as a number, whatever its dtype (for loops where speed does not matter).
 double value_at(const HostTensor& tensor, std::int64_t index);

@@ -14,6 +14,7 @@ struct Verb {
 };
 
 Verb add_run(CLI::App& app, const std::vector<std::string>& command);
+Verb add_bench(CLI::App& app, const std::vector<std::string>& command);
 Verb add_presets(CLI::App& app);
 Verb add_doctor(CLI::App& app);
 Verb add_trace(CLI::App& app);

@@ -338,6 +338,8 @@ Layer::Layer(World& world, const Problem& problem, const Plan& plan)
   state_->plan = resolved;
   state_->impl = world.backend().make_layer(problem, resolved);
 }
+Layer::Layer(World& world, const Problem& problem)
+    : Layer(world, problem, pipeline::default_plan(problem)) {}
 Layer::Layer(Layer&&) noexcept = default;
 Layer::~Layer() = default;
 

@@ -162,8 +162,10 @@ struct BufferBytes {
 
 class Layer {
  public:
-  // Throws invalid_argument or invalid_plan. A zero in `plan` means "choose".
-  Layer(World& world, const Problem& problem, const Plan& plan = {});
+  // Throws invalid_argument or invalid_plan. A zero in `plan` means "choose"; without a plan it is
+  // pipeline::default_plan's.
+  Layer(World& world, const Problem& problem, const Plan& plan);
+  Layer(World& world, const Problem& problem);
   Layer(Layer&&) noexcept;
   ~Layer();
 

@@ -47,6 +47,8 @@ TEST_F(CliUsage, WrongValues) {
       {"run --timeout soon", {"--timeout is 'soon'", "number"}},
       {"run --timeout -1", {"--timeout is -1", "at least 0"}},
       {"run --backend gpu", {"--backend is 'gpu'", "cuda"}},
+      {"run --backend cuda --devices 0,x", {"--devices of rank 1 is 'x'", "whole number"}},
+      {"run --backend cuda --cluster-size 3", {"--cluster-size is 3", "at most 2"}},
       {"run --repeat 0", {"--repeat is 0", "at least 1"}},
       {"run --routing zip", {"--routing is 'zip'", "zipf"}},
       {"run --routing uniform:3", {"--routing is 'uniform:3'"}},
@@ -87,6 +89,8 @@ TEST_F(CliUsage, Contradictions) {
   expect_usage_errors({
       {"run --backward --forward-only", {"--backward", "--forward-only"}},
       {"run --inputs somewhere --hidden 64", {"--inputs somewhere", "--hidden"}},
+      {"run --devices 0,1", {"--devices", "add --backend cuda"}},
+      {"run --reserve-sms 8", {"--reserve-sms", "add --backend cuda"}},
       {"trace", {"needs a file"}},
   });
 }
@@ -98,8 +102,8 @@ TEST_F(CliUsage, WhatDoesNotFitThisMachineSaysWhatWould) {
 }
 
 TEST_F(CliUsage, HelpAndVersion) {
-  for (const char* arguments :
-       {"", "--help", "run --help", "presets --help", "doctor --help", "trace --help"}) {
+  for (const char* arguments : {"", "--help", "run --help", "bench --help", "presets --help",
+                                "doctor --help", "trace --help"}) {
     const CliResult result = moxie(arguments);
     EXPECT_EQ(result.code, 0) << arguments;
     EXPECT_NE(result.out.find("moxie"), std::string::npos) << arguments;

@@ -77,6 +77,8 @@ TEST_P(LayerLostWorker, EveryRankReportsInTime) {
   plan.mode = lost.mode;
   plan.dispatch = lost.dispatch;
   plan.combine = lost.combine;
+  if (lost.dispatch == DispatchMode::push && lost.mode == ExecMode::fused)
+    plan.band_blocks = 1, plan.x_ring_blocks = 1;  // so that pushers wait for their peers' slots
   WorldOptions options = world_options(ranks);
   World world = make_world(options);
   Layer layer(world, p, plan);

@@ -63,8 +63,8 @@ void stage_shared_weights(RankPass<T>& r, Range tokens) {
   }
 }
 
-// Copies this rank's inputs into its heap; the leader sorts first and then tells every peer that
-// all is there.
+// Copies this rank's inputs into its heap. The leader sorts first and tells every peer, so that
+// they can schedule; when all is copied it tells them again, so that they can pull.
 template <class T>
 void stage(Worker<T>& w) {
   RankPass<T>& r = w.rank();
@@ -76,6 +76,9 @@ void stage(Worker<T>& w) {
                       pipeline::counter_bank(r.pass_count + 1) * r.shape.workspace.counter_words,
                   0, static_cast<std::size_t>(r.shape.workspace.counter_words) * 4);
       sort_own_routes(w);
+      const Verdict own = r.bad_route.route >= 0 ? Verdict::invalid_route : Verdict::go;
+      w.raise_everywhere(r.shape.heap.inputs_ready, r.me.v,
+                         pipeline::make_signal(r.epoch, static_cast<std::uint32_t>(own)));
     }
     const std::int64_t h = r.problem().hidden;
     while (const auto unit = w.claim(c.stage_unit, ceil_div(r.num_tokens, pipeline::kTokenUnit))) {
@@ -90,9 +93,7 @@ void stage(Worker<T>& w) {
   });
   if (!w.leader()) return;
   w.wait_counter(c.stage_done, r.num_tokens, WaitFor::stage_done, 0);
-  const Verdict own = r.bad_route.route >= 0 ? Verdict::invalid_route : Verdict::go;
-  w.raise_everywhere(r.shape.heap.inputs_ready, r.me.v,
-                     pipeline::make_signal(r.epoch, static_cast<std::uint32_t>(own)));
+  w.raise_everywhere(r.shape.heap.x_staged, r.me.v, pipeline::make_signal(r.epoch));
 }
 
 template <class T>

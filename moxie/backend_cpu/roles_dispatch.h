@@ -37,9 +37,16 @@ void pull_rows(Worker<T>& w) {
     const pipeline::DispatchUnit u = pipeline::dispatch_unit(r.table, *unit);
     if (u.rows.size() == 0) continue;
     wait_slot_free(w, u.block);
+    pipeline::RowOrigin* origins = r.origins(u.block);
+    dispatch::resolve_origins(r.table, r.shape.heap, r.peers, u.block, u.rows, origins);
+    for (std::int64_t row = u.rows.begin; row < u.rows.end; ++row) {
+      // Signalled by the row's home rank: its tokens lie in its heap.
+      const RankId home{origins[row].rank};
+      if (row == u.rows.begin || home.v != origins[row - 1].rank)
+        w.wait_signal(r.shape.heap.x_staged, home.v, pipeline::make_signal(r.epoch),
+                      WaitFor::x_staged, home.v);
+    }
     w.traced(trace::Kind::dispatch, u.block.v, -1, false, [&] {
-      pipeline::RowOrigin* origins = r.origins(u.block);
-      dispatch::resolve_origins(r.table, r.shape.heap, r.peers, u.block, u.rows, origins);
       auto pull = [&](const pipeline::Region& tensor, T* block, T* keep) {
         dispatch::pull_rows(r.peers, origins, u.rows, r.problem().top_k, row_bytes,
                             {tensor.offset, reinterpret_cast<std::byte*>(block),

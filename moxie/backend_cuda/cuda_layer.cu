@@ -19,17 +19,10 @@ constexpr std::int64_t kManyRowsPerExpert = 1024;
   throw Error(ErrorCode::unavailable, sentence);
 }
 
-void check_supported(const Problem& p, const Plan& plan) {
+void check_supported(const Problem& p) {
   if (p.dtype != DType::bf16)
     unavailable(sentence("dtype {} is not available in a CUDA world, must be bf16; use World::cpu",
                          name(p.dtype)));
-  if (plan.dispatch != DispatchMode::pull)
-    unavailable(
-        "plan.dispatch push is not available in a CUDA world, must be pull; use World::cpu");
-  if (plan.combine != CombineMode::epilogue)
-    unavailable(
-        "plan.combine comm_workers is not available in a CUDA world, must be epilogue; use "
-        "World::cpu");
   if (p.top_k > merge::kMaxSlots)
     unavailable(sentence("top_k is {}, must be at most {} in a CUDA world; nearest legal value {}",
                          p.top_k, merge::kMaxSlots, merge::kMaxSlots));
@@ -88,7 +81,7 @@ void require_aligned(const char* what, std::int64_t rank, const void* data) {
 
 CudaLayer::CudaLayer(CudaBackend& backend, const Problem& problem, const Plan& plan)
     : backend_(backend), problem_(problem), plan_(plan) {
-  check_supported(problem, plan);
+  check_supported(problem);
   cluster_size_ = choose_cluster_size(problem, plan, backend.cuda().cluster_size);
   backend_.reserve(pipeline::heap_layout(problem));
   const auto num_ranks = static_cast<std::size_t>(problem.num_ranks);
@@ -98,6 +91,7 @@ CudaLayer::CudaLayer(CudaBackend& backend, const Problem& problem, const Plan& p
   }
   ranks_.resize(num_ranks);
   weights_.resize(num_ranks);
+  inputs_.resize(num_ranks);
   heaps_moved();
   clear_counters();
   for (const DeviceGroup& group : backend_.groups()) prepare_kernel(group);
@@ -119,11 +113,15 @@ void CudaLayer::fill_common() {
   common_.workspace = pipeline::workspace_layout(problem_, plan_);
   common_.counters = pipeline::counter_layout(common_.extents);
   common_.cuda_workspace = cuda_workspace_layout(problem_, plan_);
-  for (std::int64_t r = 0; r < problem_.num_ranks; ++r) common_.heaps[r] = backend_.heap(r);
+  for (std::int64_t r = 0; r < problem_.num_ranks; ++r) {
+    common_.heaps[r] = backend_.heap(r);
+    common_.workspaces[r] = workspaces_[static_cast<std::size_t>(r)].get();
+  }
   common_.proven_blocks = pipeline::worst_case_blocks(problem_);
   common_.saved_blocks = pipeline::saved_blocks(plan_);
   common_.abort_flag = backend_.abort_flag();
   common_.expired = backend_.expired();
+  common_.reports = backend_.report(0);
 }
 
 // What depends on addresses of this layer's own memory: the A operands and the outputs.
@@ -131,7 +129,6 @@ void CudaLayer::describe_rank(std::int64_t rank) {
   RankParams& r = ranks_[static_cast<std::size_t>(rank)];
   r.me = RankId{rank};
   r.workspace = workspaces_[static_cast<std::size_t>(rank)].get();
-  r.report = backend_.report(rank);
   const auto at = [&](const pipeline::Region& region) {
     return reinterpret_cast<bf16*>(r.workspace + region.offset);
   };
@@ -145,6 +142,8 @@ void CudaLayer::describe_rank(std::int64_t rank) {
   const std::int64_t hidden_rows = plan_.hidden_ring_blocks * pipeline::kBlockRows,
                      shared = problem_.shared.intermediate;
   r.outputs[kFc1] = output(at(common_.workspace.hidden_ring), hidden_rows, problem_.intermediate);
+  if (plan_.combine == CombineMode::comm_workers)
+    r.outputs[kFc2] = output(at(common_.workspace.y), plan_.capacity_rows, problem_.hidden);
   if (shared > 0) {
     r.outputs[kSharedFc1] =
         output(at(common_.workspace.shared_hidden), problem_.max_tokens, shared);
@@ -154,9 +153,12 @@ void CudaLayer::describe_rank(std::int64_t rank) {
   weights_[static_cast<std::size_t>(rank)] = {};  // the operands hold A and B: make them anew
 }
 
-void CudaLayer::describe_weights(std::int64_t rank, const Weights& w) {
+void CudaLayer::describe_weights(std::int64_t rank, const Weights& w, const ConstTensorView& x) {
   Weights& known = weights_[static_cast<std::size_t>(rank)];
-  if (same_pointers(known, w)) return;
+  ConstTensorView& known_x = inputs_[static_cast<std::size_t>(rank)];
+  const bool same_x = problem_.shared.intermediate == 0 ||
+                      (known_x.data == x.data && known_x.shape.dim[0] == x.shape.dim[0]);
+  if (same_x && same_pointers(known, w)) return;
   RankParams& r = ranks_[static_cast<std::size_t>(rank)];
   const auto at = [&](const pipeline::Region& region) {
     return reinterpret_cast<const bf16*>(r.workspace + region.offset);
@@ -188,14 +190,16 @@ void CudaLayer::describe_weights(std::int64_t rank, const Weights& w) {
       product(GroupedProduct::plain, at(l.hidden_ring),
               plan_.hidden_ring_blocks * pipeline::kBlockRows, w.down, {}, experts, h, i);
   if (shared > 0) {
-    const auto* x_in =
-        reinterpret_cast<const bf16*>(backend_.heap(rank) + common_.heap.x_in.offset);
-    r.operands[kSharedFc1] = product(GroupedProduct::swiglu, x_in, problem_.max_tokens,
-                                     w.shared_gate, w.shared_up, 1, shared, h);
+    // x where the caller keeps it; a rank without tokens has no tiles.
+    const bool has_x = x.shape.dim[0] > 0;
+    r.operands[kSharedFc1] =
+        product(GroupedProduct::swiglu, has_x ? x.as<bf16>() : at(l.x_ring),
+                has_x ? x.shape.dim[0] : 1, w.shared_gate, w.shared_up, 1, shared, h);
     r.operands[kSharedFc2] = product(GroupedProduct::plain, at(l.shared_hidden),
                                      problem_.max_tokens, w.shared_down, {}, 1, h, shared);
   }
   known = w;
+  known_x = x;
 }
 
 void CudaLayer::bind_rank(std::int64_t rank, const ForwardInput& input,
@@ -213,7 +217,7 @@ void CudaLayer::bind_rank(std::int64_t rank, const ForwardInput& input,
                                    {"y", ConstTensorView(output.y)}}) {
     require_aligned(what, rank, view.data);
   }
-  describe_weights(rank, input.weights);
+  describe_weights(rank, input.weights, input.x);
   RankParams& r = ranks_[static_cast<std::size_t>(rank)];
   r.x = input.x.as<bf16>();
   r.expert_ids = input.expert_ids.data;
@@ -233,12 +237,12 @@ void CudaLayer::bind_context(std::int64_t rank, const CudaContext* context) {
   r.shared_z = {};
   r.keep_ids = nullptr;
   r.keep_weights = nullptr;
-  r.keep_x = nullptr;
+  common_.keep_x[rank] = nullptr;
   if (context == nullptr) return;
   const CudaContext::Rank& c = context->ranks[static_cast<std::size_t>(rank)];
   r.keep_ids = c.ids.as<std::int32_t>();
   r.keep_weights = c.weights.as<float>();
-  r.keep_x = c.x.as<bf16>();
+  common_.keep_x[rank] = c.x.as<bf16>();
   const auto saved = [](const DeviceBytes& data, std::int64_t rows, std::int64_t intermediate) {
     GroupedGemmArguments x;
     x.out = data.as<bf16>();
@@ -397,6 +401,11 @@ void CudaLayer::forward(std::span<const ForwardInput> inputs,
                         std::span<const ForwardOutput> outputs, ContextState* context,
                         trace::Trace* trace) {
   const auto* fill = static_cast<const CudaContext*>(context);
+  if (backend_.options().faults.keep_schedule && plan_.dispatch == DispatchMode::push) {
+    unavailable(
+        "faults.keep_schedule is not available with plan.dispatch push, whose rows go only where "
+        "inputs_ready was seen; use pull");
+  }
   for (std::int64_t r = 0; r < problem_.num_ranks; ++r) {
     bind_rank(r, inputs[static_cast<std::size_t>(r)], outputs[static_cast<std::size_t>(r)]);
     bind_context(r, fill);
@@ -460,8 +469,12 @@ std::int32_t CudaLayer::event_capacity(std::int32_t num_ctas) const {
   const std::int64_t tiles = blocks * (pipeline::num_fc1_tiles(common_.extents.wide_intermediate) +
                                        pipeline::num_fc2_tiles(problem_.hidden));
   const std::int64_t quarters = blocks * pipeline::kBlockRows / pipeline::kDispatchUnitRows * 4,
-                     parts = 4 * pipeline::num_merge_units(problem_.max_tokens, plan_.num_slabs);
-  return static_cast<std::int32_t>(2 * ceil_div(2 * tiles + quarters + parts, num_ctas) + 512);
+                     parts = 4 * pipeline::num_merge_units(problem_.max_tokens, plan_.num_slabs),
+                     carried = plan_.combine == CombineMode::comm_workers
+                                   ? quarters / 4 * plan_.num_slabs
+                                   : 0;
+  return static_cast<std::int32_t>(2 * ceil_div(2 * tiles + quarters + parts + carried, num_ctas) +
+                                   512);
 }
 
 void CudaLayer::backward(const ContextState&, std::span<const BackwardInput>,

@@ -38,7 +38,7 @@ class CudaLayer final : public BackendLayer {
  private:
   void fill_common();
   void describe_rank(std::int64_t rank);
-  void describe_weights(std::int64_t rank, const Weights& weights);
+  void describe_weights(std::int64_t rank, const Weights& weights, const ConstTensorView& x);
   void bind_rank(std::int64_t rank, const ForwardInput& input, const ForwardOutput& output);
   void bind_context(std::int64_t rank, const CudaContext* context);
   ForwardKernel kernel_of(const DeviceGroup& group) const;
@@ -57,6 +57,7 @@ class CudaLayer final : public BackendLayer {
   ForwardCommon common_{};
   std::vector<RankParams> ranks_;  // [R]; tensor maps are made again only when a pointer changes
   std::vector<Weights> weights_;   // [R] the pointers in them
+  std::vector<ConstTensorView> inputs_;  // [R] and x's, which the shared expert reads
   std::int32_t cluster_size_ = 1;
   std::vector<std::int32_t> ctas_per_rank_;  // [groups]
   TraceBuffers traces_;

@@ -26,7 +26,8 @@ __device__ __forceinline__ float sigmoid_approx(float x) {
   return fmaf(0.5f, device::tanh_approx(0.5f * x), 0.5f);
 }
 
-// FC1: activation and route weight, hidden rows to their slot. FC2: row pieces to their homes.
+// FC1: activation and route weight, hidden rows to their slot. FC2: row pieces to their homes, or
+// to y where communication warps carry them.
 // kGeneral: biases and the clamped activations too.
 template <bool kGeneral>
 struct ForwardEpilogue {
@@ -50,8 +51,7 @@ struct ForwardEpilogue {
     const EpilogueWarp warp = opaque(known_warp);
     Prepared prepared{};
     const pipeline::RowOrigin* origins =
-        at<pipeline::RowOrigin>(rank, common.workspace.origins) +
-        (tile.row_begin - static_cast<int32_t>(state.shared_blocks) * BLOCK_M);
+        at<pipeline::RowOrigin>(rank, common.workspace.origins) + (tile.row_begin - shared_rows());
     if (kGeneral || is_fc1(tile)) {
 #pragma unroll
       for (int32_t h = 0; h < 2; ++h) {
@@ -63,7 +63,7 @@ struct ForwardEpilogue {
       }
     }
     const int32_t row = warp.warp_row + warp.lane_idx;
-    if (tile.product == kFc2 && warp.lane_idx < 16 && row < tile.num_rows) {
+    if (goes_home(tile) && warp.lane_idx < 16 && row < tile.num_rows) {
       prepared.home = __ldcg(&origins[row].rank);
       prepared.route = __ldcg(&origins[row].route);
     }
@@ -91,8 +91,7 @@ struct ForwardEpilogue {
       }
       return;
     }
-    if (tile.product == kFc2 && warp.lane_idx < 16 &&
-        warp.warp_row + warp.lane_idx < tile.num_rows) {
+    if (goes_home(tile) && warp.lane_idx < 16 && warp.warp_row + warp.lane_idx < tile.num_rows) {
       state.row_home[warp.warp_row / 16][warp.lane_idx] =
           heap_at<bf16>(common, RankId{prepared.home}, common.heap.returns) +
           prepared.route * common.problem.hidden;
@@ -114,7 +113,7 @@ struct ForwardEpilogue {
   // The warp's part of the tile is stored: tells this CTA's ticket warp, which tells the others.
   __device__ __forceinline__ void publish(const Tile& tile, uint32_t tile_idx,
                                           const EpilogueWarp& warp) const {
-    if (tile.product != kFc2 && warp.lane_idx == 0) {
+    if (!goes_home(tile) && warp.lane_idx == 0) {
       // This lane's tensor copies have written global memory, and that becomes visible to the
       // generic proxy.
       ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
@@ -144,7 +143,7 @@ struct ForwardEpilogue {
     const int32_t num_rows = tile.num_rows - warp.warp_row;
     if (num_rows <= 0) return;
     bf16* staging = warp.staging + (piece % 2) * (16 * 64);
-    if (tile.product == kFc2) {
+    if (goes_home(tile)) {
       combine::stage_piece(values, staging, warp.lane_idx);
       if (piece % 2 == 1) {
         combine::push_pair(warp.staging, state.row_home[warp.warp_row / 16], num_rows,
@@ -153,12 +152,21 @@ struct ForwardEpilogue {
       }
       return;
     }
-    const int32_t first = tile.product == kFc1 ? hidden_row(tile) : tile.row_begin;
+    const int32_t first = tile.product == kFc1   ? hidden_row(tile)
+                          : tile.product == kFc2 ? tile.row_begin - shared_rows()
+                                                 : tile.row_begin;
     expert::store_piece(rank.outputs[tile.product], values, staging, first + warp.warp_row,
                         num_rows, tile.n_tile * (is_fc1(tile) ? BLOCK_N / 2 : BLOCK_N) + piece * 64,
                         warp.lane_idx);
   }
 
+  // FC2 rows of other ranks' tokens, unless they are only stored.
+  __device__ __forceinline__ bool goes_home(const Tile& tile) const {
+    return tile.product == kFc2 && common.plan.combine == CombineMode::epilogue;
+  }
+  __device__ __forceinline__ int32_t shared_rows() const {
+    return static_cast<int32_t>(state.shared_blocks) * BLOCK_M;
+  }
   __device__ __forceinline__ int32_t hidden_row(const Tile& tile) const {
     return static_cast<int32_t>((block_of(tile).v - state.shared_blocks) %
                                 state.hidden_ring_blocks) *

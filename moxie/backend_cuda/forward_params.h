@@ -40,11 +40,12 @@ struct CudaWorkspaceLayout {
   std::int64_t num_bytes = 0;
 };
 struct ScheduleResult {
-  std::int32_t num_blocks;
-  std::uint32_t verdict;  // pipeline::Verdict
+  std::int32_t num_blocks, push_blocks;  // PushTable::num_blocks
+  std::uint32_t verdict;                 // pipeline::Verdict
 };
 struct PassWords {
   std::uint32_t num_counted;  // CTAs whose route counts are written
+  std::uint32_t num_placed;   // CTAs whose routes are placed and shared rows weighed
   std::uint32_t bad_route;    // see RouteSort
 };
 inline CudaWorkspaceLayout cuda_workspace_layout(const Problem& p, const Plan& plan) {
@@ -60,10 +61,9 @@ inline CudaWorkspaceLayout cuda_workspace_layout(const Problem& p, const Plan& p
 
 struct RankParams {
   expert::GemmOperands operands[kNumProducts];
-  expert::GemmOutput outputs[kNumProducts];  // hidden ring, (unused), shared_hidden, shared_out
+  expert::GemmOutput outputs[kNumProducts];  // hidden ring, y or unused, shared_hidden, shared_out
   expert::GemmOutput z, shared_z;            // [rows, 2 I] context, data = null: not saved
   std::byte* workspace;
-  PassReport* report;
   const bf16* x;                   // [T, H]
   const void* expert_ids;          // [T, K]
   const float* route_weights;      // [T, K]
@@ -72,9 +72,8 @@ struct RankParams {
   const bf16* up_bias;             // [E_local, I]
   const bf16* down_bias;           // [E_local, H]
   const bf16* shared_output_gate;  // [H] or null
-  std::int32_t* keep_ids;          // [T, K] context or null, as the next two
+  std::int32_t* keep_ids;          // [T, K] context or null, as the next one
   float* keep_weights;             // [T, K]
-  bf16* keep_x;                    // [saved_blocks * 128, H]
   trace::DeviceEvent* events;      // [CTAs, event_capacity] or null: not traced
   std::uint32_t* num_events;       // [CTAs]
   std::uint32_t event_capacity;    // of a CTA
@@ -92,11 +91,14 @@ struct ForwardCommon {
   pipeline::CounterLayout counters;
   CudaWorkspaceLayout cuda_workspace;
   std::byte* heaps[kMaxRanks];
+  std::byte* workspaces[kMaxRanks];  // push dispatch writes there
+  bf16* keep_x[kMaxRanks];           // [saved_blocks * 128, H] context or null, likewise
   FaultInjection faults;
   std::int64_t proven_blocks;    // capacity at which no routing can exceed it
   std::int64_t saved_blocks;     // routed blocks whose z (and x) the context keeps
   std::uint32_t* abort_flag;     // [1 + R] one for all ranks of the process, then their claims
   device::ExpiredWait* expired;  // [R] host memory
+  PassReport* reports;           // [R] host memory
   std::uint64_t timeout_ns;
   std::int32_t ctas_per_rank;
   std::uint32_t phases;  // of this launch

@@ -144,6 +144,12 @@ struct ForwardReadiness {
       first = m.blocks.begin;
       rows = m.rows;
     }
+    if (common.plan.dispatch == DispatchMode::push) {
+      // Signalled by home ranks, maybe on other GPUs.
+      return device::wait_counter_sys(state.counters + common.counters.x_ready + idx,
+                                      static_cast<uint32_t>(rows), state.counter_limits,
+                                      code(WaitFor::x_ready), first);
+    }
     return wait_count(common.counters.x_ready + idx, rows, WaitFor::x_ready, first);
   }
 };

@@ -3,9 +3,32 @@
 #pragma once
 
 #include "moxie/backend_cuda/forward_epilogue.cuh"
+#include "moxie/backend_cuda/forward_schedule.cuh"
+#include "moxie/combine/carry_cuda.cuh"
 #include "moxie/merge/merge_cuda.cuh"
 
 namespace moxie::backend_cuda {
+
+// `pieces` more of a slab are home: tiles, or combine units. One thread, which has seen their
+// stores. System scope: what is handed on are stores into other GPUs' memory. The last one tells
+// the peers.
+__device__ __forceinline__ void count_home(const ForwardCommon& common, const RankParams& rank,
+                                           const ForwardState& state, int32_t slab,
+                                           uint32_t pieces) {
+  const int64_t all = pipeline::num_slab_pieces(
+      common.plan.combine, state.table,
+      pipeline::slab_tiles(slab, state.stream.num_slabs, state.stream.fc2_tiles));
+  uint32_t* done = state.counters + common.counters.slab_done + slab;
+  if (device::add_acq_rel_sys(done, pieces) + pieces == all)
+    announce_slab(common, rank.me, state.epoch, slab);
+}
+
+// Counts FC2 tiles of (slab, block), where communication warps carry them home.
+__device__ __forceinline__ uint32_t* y_ready(const ForwardCommon& common, const ForwardState& state,
+                                             int64_t slab, BlockId b) {
+  return state.counters + common.counters.y_ready + slab * common.extents.routed_blocks +
+         state.table.routed_idx(b);
+}
 
 // What the ticket warp tells others about this CTA's tiles. One lane.
 //
@@ -26,16 +49,28 @@ struct Publisher {
     delay_of(common)();
     const BlockId b = block_of(tile);
     if (is_fc1(tile)) {
-      // The tile's hidden rows (tensor copies of eight lanes, all complete), to FC2.
-      device::add_release_gpu(state.counters + common.counters.fc1_done + b.v, 1);
+      // The tile's hidden rows (tensor copies of eight lanes, all complete), to FC2. Its reads of
+      // the x slot, to whoever writes there next: a peer, if the plan pushes and the slot is needed
+      // again.
+      uint32_t* done = state.counters + common.counters.fc1_done + b.v;
+      if (common.plan.dispatch == DispatchMode::push &&
+          common.plan.x_ring_blocks < state.stream.routed_blocks)
+        device::add_release_sys(done, 1);
+      else
+        device::add_release_gpu(done, 1);
     } else if (tile.product == kSharedFc2) {
       device::add_release_gpu(state.counters + common.counters.shared_done, 1);
     } else {
       const auto now = static_cast<int32_t>(
           pipeline::slab_of_tile(tile.n_tile, state.stream.num_slabs, state.stream.fc2_tiles));
-      if (common.plan.order == TaskOrder::slabs && now != slab) hand_over(slab);
-      slab = now;
-      ++state.slab_tiles[now];
+      if (common.plan.combine == CombineMode::comm_workers) {
+        // The tile's rows of y (tensor copies of eight lanes, all complete), to who carries them.
+        device::add_release_gpu(y_ready(common, state, now, b), 1);
+      } else {
+        if (common.plan.order == TaskOrder::slabs && now != slab) hand_over(slab);
+        slab = now;
+        ++state.slab_tiles[now];
+      }
       if (common.plan.hidden_ring_blocks < state.stream.routed_blocks) {
         // The tile's reads of the hidden slot, to FC1 tiles that will write there.
         device::add_release_gpu(state.counters + common.counters.fc2_done + b.v, 1);
@@ -67,14 +102,7 @@ struct Publisher {
     const uint32_t tiles = state.slab_tiles[s];
     if (tiles == 0) return;
     state.slab_tiles[s] = 0;
-    const int64_t all =
-        state.stream.routed_blocks *
-        pipeline::slab_tiles(s, state.stream.num_slabs, state.stream.fc2_tiles).size();
-    // System scope: what is handed on are stores into other GPUs' memory. The last CTA tells the
-    // peers.
-    uint32_t* done = state.counters + common.counters.slab_done + s;
-    if (device::add_acq_rel_sys(done, tiles) + tiles == all)
-      announce_slab(common, rank.me, state.epoch, s);
+    count_home(common, rank, state, s, tiles);
   }
 };
 
@@ -177,6 +205,10 @@ struct DispatchTeam {
   int32_t first_cta, num_ctas, num_warps;  // per CTA, from kFirstDispatchWarp on
   __device__ __forceinline__ bool has(schedule::Cta cta) const { return cta.idx >= first_cta; }
   __device__ __forceinline__ bool is_dedicated() const { return num_warps == kMaxDispatchWarps; }
+  __device__ __forceinline__ int32_t warp_idx(schedule::Cta cta) const {
+    return (cta.idx - first_cta) * num_warps + static_cast<int32_t>(threadIdx.x / 32) -
+           kFirstDispatchWarp;
+  }
 };
 __device__ __forceinline__ DispatchTeam dispatch_team(const ForwardCommon& common,
                                                       schedule::Cta cta) {
@@ -187,14 +219,40 @@ __device__ __forceinline__ DispatchTeam dispatch_team(const ForwardCommon& commo
   return {cta.count - dedicated, dedicated, kMaxDispatchWarps};
 }
 
-// A warp of the team.
-__device__ __forceinline__ void dispatch_rows(const ForwardCommon& common, ForwardState& state,
-                                              const DispatchTeam& team) {
+// A dedicated CTA also combines, and never multiplies.
+__device__ __forceinline__ bool stays_with_rows(const ForwardCommon& common) {
+  return common.plan.combine == CombineMode::comm_workers && common.phases == kAllPhases;
+}
+
+// Who combines, if communication warps do: who dispatches. In split mode the spare warps, beside
+// FC2.
+__device__ __forceinline__ DispatchTeam combine_team(const ForwardCommon& common,
+                                                     schedule::Cta cta) {
+  if (common.plan.combine != CombineMode::comm_workers || (common.phases & kFc2Phase) == 0)
+    return {cta.count, 0, 0};
+  if (common.phases == kAllPhases) return dispatch_team(common, cta);
+  return {0, cta.count, 2};
+}
+
+// A warp of the team. The rows of the first blocks come before what is left of staging, which no
+// row of this rank waits for.
+__device__ __forceinline__ void dispatch_rows(const ForwardCommon& common, const RankParams& rank,
+                                              ForwardState& state, const DispatchTeam& team) {
   const int32_t warp_idx = threadIdx.x / 32 - kFirstDispatchWarp;
-  dispatch::pull_rows(state.pull, state.pull_slots[warp_idx], state.recorder,
-                      (state.cta.idx - team.first_cta) * team.num_warps + warp_idx,
-                      team.num_ctas * team.num_warps, state.counter_limits,
-                      code(WaitFor::x_slot_free), [&] { delay_of(common)(); });
+  const auto delay = [&] { delay_of(common)(); };
+  const dispatch::MoveLimits limits{
+      state.signal_limits, state.counter_limits, code(WaitFor::x_staged),
+      code(common.plan.dispatch == DispatchMode::push ? WaitFor::peer_slot_free
+                                                      : WaitFor::x_slot_free)};
+  const int32_t first = team.warp_idx(state.cta), num_warps = team.num_ctas * team.num_warps;
+  if (common.plan.dispatch == DispatchMode::push) {
+    dispatch::push_rows(state.push, state.rows_slots[warp_idx], state.recorder, first, num_warps,
+                        limits, delay);
+  } else {
+    dispatch::pull_rows(state.pull, state.rows_slots[warp_idx], state.recorder, first, num_warps,
+                        limits, delay,
+                        [&] { stage_tokens(common, rank, state, StageUntil::done); });
+  }
 }
 
 // Consumer warps of a dedicated CTA dispatch first. Its cluster takes no tickets before all of them
@@ -207,6 +265,14 @@ __device__ __forceinline__ void say_dispatched(ForwardState& state) {
   } else {
     device::mbarrier_arrive_cluster(device::mapa(&state.dispatched, 0));
   }
+}
+// A consumer warp of a dedicated CTA. A function of its own: inlined before the GEMM loop it costs
+// that loop a register, which it does not have.
+template <int kClusterSize>
+__device__ __noinline__ void dispatch_first(const ForwardCommon& common, const RankParams& rank,
+                                            ForwardState& state, const DispatchTeam& team) {
+  dispatch_rows(common, rank, state, team);
+  say_dispatched<kClusterSize>(state);
 }
 // A warp of the cluster's first CTA. False: gave up.
 __device__ __forceinline__ bool wait_dispatched(ForwardState& state) {
@@ -260,15 +326,61 @@ __device__ __forceinline__ bool wait_slab(const ForwardCommon& common, const Ran
   return __all_sync(~0u, healthy);  // and what any lane acquired, to all
 }
 
-// Any warp: merges tokens slab by slab, until none are left. Nothing in a launch without merge.
-__device__ __forceinline__ void merge_returns(const ForwardCommon& common, const RankParams& rank,
-                                              ForwardState& state) {
+// A warp of the combining team: carries every W-th unit of a slab home (W warps of the rank), as
+// FC2 stores them. False: gave up.
+__device__ __forceinline__ bool carry_slab(const ForwardCommon& common, const RankParams& rank,
+                                           ForwardState& state, int32_t slab) {
+  const pipeline::BlockTable& table = state.table;
+  const pipeline::Range tiles =
+      pipeline::slab_tiles(slab, state.stream.num_slabs, state.stream.fc2_tiles);
+  const pipeline::Range cols{tiles.begin * pipeline::kFc2TileCols,
+                             min(tiles.end * pipeline::kFc2TileCols, common.problem.hidden)};
+  const combine::Carry c{common.heaps, common.heap.returns.offset,
+                         at<pipeline::RowOrigin>(rank, common.workspace.origins),
+                         at<bf16>(rank, common.workspace.y), common.problem.hidden};
+  const int32_t lane_idx = threadIdx.x % 32;
+  const DispatchTeam team = combine_team(common, state.cta);
+  const auto num_units = static_cast<int32_t>(pipeline::num_dispatch_units(table)),
+             num_warps = team.num_ctas * team.num_warps;
+  uint32_t carried = 0;
+#pragma unroll 1
+  for (int32_t unit = team.warp_idx(state.cta); unit < num_units; unit += num_warps, ++carried) {
+    const BlockId b = pipeline::dispatch_block(table, unit);
+    const LocalExpertId expert{device::warp_last_not_above(
+        table.expert_block, static_cast<int32_t>(table.num_experts), b.v)};
+    const pipeline::Range rows = pipeline::dispatch_unit(table, unit, table.rows(b, expert)).rows;
+    if (rows.size() == 0) continue;
+    const uint64_t begin_ns = state.recorder.now();
+    // Signalled by FC2: all tiles of the slab's columns of this block are stored.
+    const bool healthy =
+        lane_idx != 0 ||
+        device::wait_counter(y_ready(common, state, slab, b), static_cast<uint32_t>(tiles.size()),
+                             state.counter_limits, code(WaitFor::y_ready), b.v);
+    if (!__all_sync(~0u, healthy)) return false;
+    __syncwarp();  // what lane 0 acquired, to all
+    delay_of(common)();
+    combine::carry_rows(c, table.routed_idx(b) * pipeline::kBlockRows + rows.begin,
+                        static_cast<int32_t>(rows.size()), cols);
+    if (lane_idx == 0 && is_drawn_comm_warp())
+      state.recorder.add(trace::Kind::combine, begin_ns, static_cast<int32_t>(threadIdx.x / 32),
+                         b.v, slab);
+  }
+  __syncwarp();  // all lanes' stores, to lane 0
+  if (lane_idx == 0 && carried > 0) count_home(common, rank, state, slab, carried);
+  return true;
+}
+
+// Any warp: merges the tokens of slabs [0, end_slab), slab by slab, until none are left. Nothing in
+// a launch without merge.
+__device__ __forceinline__ void merge_slabs(const ForwardCommon& common, const RankParams& rank,
+                                            ForwardState& state, int32_t end_slab) {
   constexpr int64_t kParts = 4;  // of a unit of 16 tokens: the last slab must spread over all warps
   constexpr int64_t kPartTokens = pipeline::kTokenUnit / kParts;
   if ((common.phases & kMergePhase) == 0) return;
   const Problem& p = common.problem;
   const int64_t num_slabs = common.plan.num_slabs, num_tokens = rank.num_tokens;
-  const int64_t num_parts = pipeline::num_merge_units(num_tokens, num_slabs) * kParts;
+  const auto num_parts =
+      static_cast<uint32_t>(pipeline::num_merge_units(num_tokens, end_slab) * kParts);
   const merge::Merge m{
       at<int32_t>(rank, common.workspace.ids),
       heap_at<bf16>(common, rank.me, common.heap.returns),
@@ -279,8 +391,11 @@ __device__ __forceinline__ void merge_returns(const ForwardCommon& common, const
   int64_t slab_seen = -1;
   for (;;) {
     uint32_t part = 0;
-    if (threadIdx.x % 32 == 0)
-      part = device::add_relaxed_gpu(state.counters + common.counters.merge_unit, 1);
+    if (threadIdx.x % 32 == 0) {
+      uint32_t* next = state.counters + common.counters.merge_unit;
+      part = end_slab == num_slabs ? device::add_relaxed_gpu(next, 1)
+                                   : device::claim_below(next, num_parts);
+    }
     part = __shfl_sync(~0u, part, 0);
     if (part >= num_parts) return;
     const pipeline::MergeUnit unit = pipeline::merge_unit(part / kParts, num_tokens);
@@ -295,6 +410,20 @@ __device__ __forceinline__ void merge_returns(const ForwardCommon& common, const
         m, {begin, min(begin + kPartTokens, unit.tokens.end)},
         {tiles.begin * pipeline::kFc2TileCols, min(tiles.end * pipeline::kFc2TileCols, p.hidden)});
     if (threadIdx.x % 32 == 0) record_merge(state.recorder, begin_ns, begin, unit.slab);
+  }
+}
+
+// Any warp, when its rows or tiles are out. A slab is carried home before the one before it is
+// merged: the merge waits for peers, and they may wait for what this rank carries.
+__device__ __forceinline__ void return_rows(const ForwardCommon& common, const RankParams& rank,
+                                            ForwardState& state) {
+  const DispatchTeam team = combine_team(common, state.cta);
+  const auto warp_idx = static_cast<int32_t>(threadIdx.x / 32) - kFirstDispatchWarp;
+  const bool carries = team.has(state.cta) && warp_idx >= 0 && warp_idx < team.num_warps;
+#pragma unroll 1
+  for (int32_t slab = carries ? 0 : common.plan.num_slabs; slab <= common.plan.num_slabs; ++slab) {
+    if (slab < common.plan.num_slabs && !carry_slab(common, rank, state, slab)) return;
+    merge_slabs(common, rank, state, slab);
   }
 }
 

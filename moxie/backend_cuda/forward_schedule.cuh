@@ -1,8 +1,10 @@
-// The beginning of a pass, all threads of a CTA together: staging, sort, agreement, block table.
+// The beginning of a pass: sort, agreement, block table by all threads of a CTA together; staging
+// by whatever warps have time.
 // The twin is the first half of roles_comm.h; the arithmetic is schedule_cuda.cuh's.
 #pragma once
 
 #include "moxie/backend_cuda/forward_state.cuh"
+#include "moxie/schedule/push_cuda.cuh"
 
 namespace moxie::backend_cuda {
 
@@ -74,37 +76,87 @@ __device__ __forceinline__ schedule::RouteSort route_sort(const ForwardCommon& c
           &state.words->bad_route};
 }
 
-// This rank's inputs into its heap. False: gave up.
-__device__ __forceinline__ bool stage_inputs(const ForwardCommon& common, const RankParams& rank,
-                                             ForwardState& state, Cta cta, int32_t* scratch) {
-  trace::Recorder& recorder = state.recorder;
-  uint64_t begin_ns = recorder.now();
-  const auto record =
-      [&](int32_t step) {  // traced: stage 0 counts, 1 copies x, 2 places the routes
-        if (threadIdx.x == 0)
-          recorder.add(trace::Kind::stage, begin_ns, trace::kFirstCommLane, -1, step);
-        begin_ns = recorder.now();
-      };
+// Sorts this rank's routes into its heap. False: gave up.
+__device__ __forceinline__ bool sort_routes(const ForwardCommon& common, const RankParams& rank,
+                                            ForwardState& state, Cta cta, int32_t* scratch) {
   const Problem& p = common.problem;
+  trace::Recorder& recorder = state.recorder;
+  const uint64_t begin_ns = recorder.now();
   const schedule::RouteSort sort = route_sort(common, rank, state);
+  if (cta.idx == 0 && threadIdx.x == 0) {
+    *heap_at<int32_t>(common, rank.me, common.heap.num_tokens) =
+        static_cast<int32_t>(rank.num_tokens);
+  }
   schedule::count_routes(sort, cta, scratch);
-  record(0);
-  bf16* x_in = heap_at<bf16>(common, rank.me, common.heap.x_in);
-  if (rank.x != x_in)  // else the caller has put it there
-    schedule::copy_rows(rank.x, x_in, rank.num_tokens * p.hidden, cta);
   if (p.shared.intermediate > 0) {
     schedule::weigh_shared_rows(rank.x, rank.shared_output_gate, rank.num_tokens, p.hidden,
                                 at<float>(rank, common.workspace.shared_weight), cta);
   }
-  record(1);
   if (!schedule::place_routes(sort, cta, scratch, state.counter_limits, code(WaitFor::stage_done)))
     return false;
   delay_of(common)();
   __syncthreads();
-  // This CTA's part of x, routes and weights, to the rank's first CTA.
-  if (threadIdx.x == 0) device::add_release_gpu(state.counters + common.counters.stage_done, 1);
-  record(2);
+  // This CTA's part of the routes and weights, to the rank's first CTA.
+  if (threadIdx.x == 0) {
+    device::add_release_gpu(&state.words->num_placed, 1);
+    recorder.add(trace::Kind::stage, begin_ns, trace::kFirstCommLane, -1, -1);
+  }
   return true;
+}
+
+// Peers pull from the heap; own rows are read where the caller keeps them, also to push them.
+__device__ __forceinline__ bool must_stage(const ForwardCommon& common, const RankParams& rank) {
+  return !common.keep_schedule && common.plan.dispatch == DispatchMode::pull &&
+         common.problem.num_ranks > 1 && rank.num_tokens > 0 &&
+         rank.x != heap_at<bf16>(common, rank.me, common.heap.x_in);
+}
+
+// One thread, which has acquired all copies: peers may pull from this rank's heap.
+__device__ __forceinline__ void announce_staged(const ForwardCommon& common, RankId me,
+                                                uint64_t epoch) {
+  const int64_t num_ranks = common.problem.num_ranks;
+#pragma unroll 1
+  for (int64_t i = 1; i < num_ranks; ++i) {
+    const RankId peer{(me.v + i) % num_ranks};
+    device::store_release_sys(heap_at<uint64_t>(common, peer, common.heap.x_staged) + me.v,
+                              pipeline::make_signal(epoch));
+  }
+}
+
+__device__ __forceinline__ bool schedule_is_there(const ForwardCommon& common,
+                                                  const ForwardState& state) {
+  return device::load_acquire_gpu(state.counters + common.counters.schedule_ready) != 0 ||
+         *static_cast<volatile uint32_t*>(common.abort_flag) != 0;
+}
+
+// A warp: copies tokens of x into the heap until none are left, or until the schedule is there.
+enum class StageUntil { scheduled, done };
+__device__ __forceinline__ void stage_tokens(const ForwardCommon& common, const RankParams& rank,
+                                             ForwardState& state, StageUntil until) {
+  if (!must_stage(common, rank)) return;
+  const int64_t hidden = common.problem.hidden, size = schedule::stage_unit_tokens(hidden);
+  const uint32_t num_units = static_cast<uint32_t>(ceil_div(rank.num_tokens, size));
+  bf16* x_in = heap_at<bf16>(common, rank.me, common.heap.x_in);
+  const int32_t lane_idx = threadIdx.x % 32;
+#pragma unroll 1
+  for (;;) {
+    uint32_t unit = num_units;
+    if (lane_idx == 0 && (until == StageUntil::done || !schedule_is_there(common, state)))
+      unit = device::add_relaxed_gpu(state.counters + common.counters.stage_unit, 1);
+    unit = __shfl_sync(~0u, unit, 0);
+    if (unit >= num_units) return;
+    delay_of(common)();
+    const uint64_t begin_ns = state.recorder.now();
+    const int64_t begin = unit * size, end = min(begin + size, rank.num_tokens);
+    schedule::copy_elements(rank.x, x_in, begin * hidden, end * hidden);
+    __syncwarp();  // the tokens, to lane 0
+    if (lane_idx != 0) continue;
+    const auto tokens = static_cast<uint32_t>(end - begin);
+    const uint32_t done =
+        device::add_acq_rel_gpu(state.counters + common.counters.stage_done, tokens) + tokens;
+    if (done == rank.num_tokens) announce_staged(common, rank.me, state.epoch);
+    state.recorder.add_stage(begin_ns, begin);
+  }
 }
 
 // First CTA of the rank: writes `verdict` as rank me's word of `region` in every heap. The barrier
@@ -145,16 +197,18 @@ __device__ __forceinline__ bool collect(const ForwardCommon& common, const RankP
 }
 
 // For the host; one thread.
-__device__ __forceinline__ void report_bad_route(const RankParams& rank, int64_t route) {
-  volatile PassReport* report = rank.report;
+__device__ __forceinline__ void report_bad_route(const ForwardCommon& common,
+                                                 const RankParams& rank, int64_t route) {
+  volatile PassReport* report = common.reports + rank.me.v;
   report->bad_route = route;
   report->bad_id = rank.id_dtype == DType::i64
                        ? static_cast<const int64_t*>(rank.expert_ids)[route]
                        : static_cast<const int32_t*>(rank.expert_ids)[route];
   report->written = static_cast<uint32_t>(Verdict::invalid_route);
 }
-__device__ __forceinline__ void report_capacity(const RankParams& rank, int64_t wanted_blocks) {
-  volatile PassReport* report = rank.report;
+__device__ __forceinline__ void report_capacity(const ForwardCommon& common, const RankParams& rank,
+                                                int64_t wanted_blocks) {
+  volatile PassReport* report = common.reports + rank.me.v;
   report->wanted_blocks = wanted_blocks;
   report->written = static_cast<uint32_t>(Verdict::capacity_exceeded);
 }
@@ -174,8 +228,36 @@ __device__ __forceinline__ pipeline::BlockTable empty_table(const ForwardCommon&
   return table;
 }
 
-// First CTA: tells the peers that all is staged, builds the tables, agrees on the pass and opens it
-// to the rank's other CTAs. Gives up in silence where a wait did: the others' waits end too.
+__device__ __forceinline__ pipeline::PushTable empty_push_table(const ForwardCommon& common,
+                                                                const RankParams& rank) {
+  pipeline::PushTable table;
+  table.num_ranks = common.problem.num_ranks;
+  table.me = rank.me;
+  table.num_experts = common.problem.num_experts;
+  table.route_begin = heap_at<int32_t>(common, rank.me, common.heap.route_begin);
+  table.first_row = at<int32_t>(rank, common.workspace.push_first_row);
+  table.expert_block = at<int32_t>(rank, common.workspace.push_expert_block);
+  table.shared_blocks = at<int32_t>(rank, common.workspace.push_shared_blocks);
+  table.unit_begin = at<int32_t>(rank, common.workspace.push_unit_begin);
+  return table;
+}
+
+// First CTA; to be read before this rank may announce that it is done: then peers may go on.
+__device__ __forceinline__ int32_t build_push(const ForwardCommon& common, const RankParams& rank,
+                                              int32_t* scratch) {
+  if (common.plan.dispatch != DispatchMode::push) return 0;
+  const pipeline::PushTable table = empty_push_table(common, rank);
+  return schedule::build_push(
+      {common.heaps, common.heap.route_begin.offset, common.heap.num_tokens.offset,
+       common.problem.shared.intermediate > 0, common.extents.routed_blocks,
+       const_cast<int32_t*>(table.first_row), const_cast<int32_t*>(table.expert_block),
+       const_cast<int32_t*>(table.shared_blocks), const_cast<int32_t*>(table.unit_begin)},
+      table, scratch);
+}
+
+// First CTA: tells the peers that the routes are sorted, builds the tables, agrees on the pass and
+// opens it to the rank's other CTAs. Gives up in silence where a wait did: the others' waits end
+// too.
 __device__ __forceinline__ void schedule_pass(const ForwardCommon& common, const RankParams& rank,
                                               ForwardState& state, Cta cta, int32_t* scratch) {
   const Problem& p = common.problem;
@@ -186,24 +268,27 @@ __device__ __forceinline__ void schedule_pass(const ForwardCommon& common, const
     if (threadIdx.x == 0) recorder.add_wait(what, begin_ns, end_ns, trace::kFirstCommLane, -1);
     begin_ns = end_ns;
   };
-  // Signalled by every CTA of the rank: its part is staged and sorted.
-  const bool staged = threadIdx.x != 0 ||
-                      device::wait_counter(state.counters + common.counters.stage_done, cta.count,
-                                           state.counter_limits, code(WaitFor::stage_done), 0);
-  if (__syncthreads_and(staged) == 0) return;
+  // Signalled by every CTA of the rank: its routes are placed, its shared weights written. All of
+  // them count, also those that sort nothing, so less than all would not mean the sorting ones.
+  const bool sorted =
+      threadIdx.x != 0 || device::wait_counter(&state.words->num_placed, cta.count,
+                                               state.counter_limits, code(WaitFor::stage_done), 0);
+  if (__syncthreads_and(sorted) == 0) return;
   record_wait(WaitFor::stage_done);
   const uint32_t bad_route = __ldcg(&state.words->bad_route);
   Verdict verdict = bad_route != 0 ? Verdict::invalid_route : Verdict::go;
   if (bad_route != 0 && threadIdx.x == 0)
-    report_bad_route(rank, rank.num_tokens * p.top_k - bad_route);
+    report_bad_route(common, rank, rank.num_tokens * p.top_k - bad_route);
   raise_everywhere(common, rank.me, common.heap.inputs_ready, state.epoch, verdict);
+  if (threadIdx.x == 0 && !must_stage(common, rank)) announce_staged(common, rank.me, state.epoch);
   if (!collect(common, rank, state, common.heap.inputs_ready, WaitFor::inputs_ready, verdict))
     return;
   record_wait(WaitFor::inputs_ready);
 
   const pipeline::BlockTable table = empty_table(common, rank);
-  int32_t num_blocks = 0;
+  int32_t num_blocks = 0, push_blocks = 0;
   if (verdict == Verdict::go) {
+    push_blocks = build_push(common, rank, scratch);
     num_blocks = schedule::build_blocks(
         {common.heaps, common.heap.route_begin.offset,
          expert_begin(p.num_experts, p.num_ranks, rank.me), const_cast<int64_t*>(table.row_prefix),
@@ -212,7 +297,7 @@ __device__ __forceinline__ void schedule_pass(const ForwardCommon& common, const
     const int64_t wanted = num_blocks - table.shared_blocks;
     if (wanted > common.extents.routed_blocks) {
       verdict = Verdict::capacity_exceeded;
-      if (threadIdx.x == 0) report_capacity(rank, wanted);
+      if (threadIdx.x == 0) report_capacity(common, rank, wanted);
     }
     if (wanted == 0 && threadIdx.x == 0) {  // no piece will ever complete a slab: say so now
       for (int64_t s = 0; s < common.plan.num_slabs; ++s)
@@ -225,11 +310,11 @@ __device__ __forceinline__ void schedule_pass(const ForwardCommon& common, const
     if (!collect(common, rank, state, common.heap.agreement, WaitFor::agreement, verdict)) return;
   }
   if (threadIdx.x == 0) {
-    *at<ScheduleResult>(rank, common.cuda_workspace.result) = {num_blocks,
+    *at<ScheduleResult>(rank, common.cuda_workspace.result) = {num_blocks, push_blocks,
                                                                static_cast<uint32_t>(verdict)};
   }
   __syncthreads();
-  // Tables, verdict, and with them what the peers have staged, to all CTAs of the rank.
+  // Tables, verdict, and with them what the peers have sorted, to all CTAs of the rank.
   if (threadIdx.x == 0) {
     device::add_release_gpu(state.counters + common.counters.schedule_ready, 1);
     recorder.add(trace::Kind::schedule, begin_ns, trace::kFirstCommLane, -1, -1);
@@ -247,6 +332,31 @@ __device__ __forceinline__ void choose_tickets(const ForwardCommon& common, Forw
   state.ticket_counter =
       state.counters + (fc1 ? common.counters.ticket
                             : common.counters.phase + __ffs(static_cast<int>(common.phases)) - 1);
+}
+
+// One thread: what the pushing warps read.
+__device__ __forceinline__ void prepare_push(const ForwardCommon& common, const RankParams& rank,
+                                             ForwardState& state, const ScheduleResult& result) {
+  state.push_table = empty_push_table(common, rank);
+  state.push_table.num_blocks = result.push_blocks;
+  // All ranks run the same passes of a layer: the peers' bank is the own one.
+  const int64_t bank = reinterpret_cast<const std::byte*>(state.counters) - rank.workspace;
+  state.push = {common.workspaces,
+                common.keep_x,
+                &common.workspace,
+                &state.push_table,
+                heap_at<int32_t>(common, rank.me, common.heap.routes_sorted),
+                heap_at<float>(common, rank.me, common.heap.weights_sorted),
+                rank.x,
+                bank,
+                common.counters.x_ready,
+                common.counters.fc1_done,
+                common.saved_blocks,
+                common.plan.x_ring_blocks,
+                common.plan.minibatch_blocks,
+                state.stream.fc1_tiles,
+                common.problem.hidden,
+                common.problem.top_k};
 }
 
 // Every CTA: reads the schedule. False: gave up. A barrier before anybody uses `state` again is
@@ -274,7 +384,10 @@ __device__ __forceinline__ bool read_schedule(const ForwardCommon& common, const
                   &state.table,
                   at<pipeline::RowOrigin>(rank, common.workspace.origins),
                   at<bf16>(rank, common.workspace.x_ring),
-                  rank.keep_x,
+                  rank.x,
+                  heap_at<uint64_t>(common, rank.me, common.heap.x_staged),
+                  pipeline::make_signal(state.epoch),
+                  common.keep_x[rank.me.v],
                   common.saved_blocks,
                   common.plan.x_ring_blocks,
                   common.plan.minibatch_blocks,
@@ -283,6 +396,7 @@ __device__ __forceinline__ bool read_schedule(const ForwardCommon& common, const
                   common.problem.top_k,
                   state.counters + common.counters.x_ready,
                   state.counters + common.counters.fc1_done};
+    if (common.plan.dispatch == DispatchMode::push) prepare_push(common, rank, state, result);
     state.shared_blocks = static_cast<uint32_t>(state.table.shared_blocks);
     state.hidden_ring_blocks = static_cast<uint32_t>(common.plan.hidden_ring_blocks);
   }

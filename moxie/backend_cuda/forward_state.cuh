@@ -4,7 +4,7 @@
 #include "moxie/backend_cuda/forward_params.h"
 #include "moxie/device/signal.cuh"
 #include "moxie/device/warp_search.cuh"
-#include "moxie/dispatch/dispatch_cuda.cuh"
+#include "moxie/dispatch/push_cuda.cuh"
 #include "moxie/trace/recorder_cuda.cuh"
 
 namespace moxie::backend_cuda {
@@ -32,9 +32,11 @@ struct ForwardState {
   pipeline::BlockTable table;
   pipeline::ForwardStream stream;
   schedule::Cta cta;
-  dispatch::PullRows pull_slots[kMaxDispatchWarps];
-  uint64_t dispatched;                // mbarrier: this cluster's dedicated warps have no rows left
-  dispatch::Pull pull;                // here, not in registers: those are for rows in flight
+  dispatch::RowsSlot rows_slots[kMaxDispatchWarps];
+  uint64_t dispatched;  // mbarrier: this cluster's dedicated warps have no rows left
+  dispatch::Pull pull;  // here, not in registers: those are for rows in flight
+  dispatch::Push push;  // one of the two is used
+  pipeline::PushTable push_table;
   int64_t first_ticket, num_tickets;  // of this launch: [first, num)
   uint32_t* ticket_counter;
   uint32_t shared_blocks, hidden_ring_blocks;  // 32 bits, for epilogues

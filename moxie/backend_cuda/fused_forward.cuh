@@ -1,6 +1,6 @@
 // The whole forward pass in one kernel. Its CTAs are divided among the ranks of this GPU; every CTA
-// stages, then its warps take roles and keep them: warp 0 loads, warp 1 tickets and flags, warps
-// 2-3 dispatch and merge, two consumer warpgroups multiply. The GEMM loop is
+// sorts and stages, then its warps take roles and keep them: warp 0 loads, warp 1 tickets and
+// flags, warps 2-3 dispatch and merge, two consumer warpgroups multiply. The GEMM loop is
 // expert/grouped_gemm_cuda.cuh, unchanged. Protocol: docs/protocol.md. The CPU twin is
 // backend_cpu/.
 #pragma once
@@ -65,8 +65,14 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
   if (common.phases & kStagePhase) {
     clear_other_bank(common, rank, state, cta);
     if (!common.keep_schedule) {
-      if (!stage_inputs(common, rank, state, cta, scratch)) return;
-      if (cta.idx == 0) schedule_pass(common, rank, state, cta, scratch);
+      if (!sort_routes(common, rank, state, cta, scratch)) return;
+      if (cta.idx == 0) {
+        schedule_pass(common, rank, state, cta, scratch);
+      } else {
+        stage_tokens(common, rank, state, StageUntil::scheduled);  // useful while it waits
+      }
+    } else if (cta.idx == 0 && threadIdx.x == 0) {
+      announce_staged(common, rank.me, state.epoch);
     }
   }
   if (!read_schedule(common, rank, state)) return;
@@ -79,31 +85,35 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
       rank.operands, {common, rank, state}, {common, state}, state.barrier_limits};
   const DispatchTeam team = dispatch_team(common, cta);
   const bool is_dedicated = team.has(cta) && team.is_dedicated();
+  const bool multiplies = !(is_dedicated && stays_with_rows(common));
   if (threadIdx.x < 128) {
     device::setmaxnreg_dec<ForwardConfig<kClusterSize>::kProducerRegisters>();
     const int32_t warp_idx = threadIdx.x / 32;
     if (warp_idx == 0) {
-      expert::load_tiles<kClusterSize>(gemm, shared);
+      if (multiplies) expert::load_tiles<kClusterSize>(gemm, shared);
     } else if (warp_idx == 1) {
-      if (expert::is_first_cta<kClusterSize>()) {
+      if (!multiplies) {
+        // no tickets
+      } else if (expert::is_first_cta<kClusterSize>()) {
         if (!is_dedicated || wait_dispatched(state))
           post_and_publish<kClusterSize>(common, rank, shared);
       } else if constexpr (kClusterSize > 1) {
         publish_only(common, rank, shared);
       }
     } else if (team.has(cta)) {
-      dispatch_rows(common, state, team);
+      dispatch_rows(common, rank, state, team);
       if (is_dedicated) say_dispatched<kClusterSize>(state);
+    } else if (common.phases & kStagePhase) {
+      stage_tokens(common, rank, state, StageUntil::done);
     }
-    merge_returns(common, rank, state);
+    return_rows(common, rank, state);
   } else {
     device::setmaxnreg_inc<ForwardConfig<kClusterSize>::kConsumerRegisters>();
-    if (is_dedicated) {
-      dispatch_rows(common, state, team);
-      say_dispatched<kClusterSize>(state);
-    }
-    expert::multiply_tiles<kClusterSize>(gemm, shared);
-    merge_returns(common, rank, state);
+    // Their first rows are on the way: time for what is left of staging.
+    if (common.phases & kStagePhase) stage_tokens(common, rank, state, StageUntil::done);
+    if (is_dedicated) dispatch_first<kClusterSize>(common, rank, state, team);
+    if (multiplies) expert::multiply_tiles<kClusterSize>(gemm, shared);
+    return_rows(common, rank, state);
   }
   expert::sync_cluster<kClusterSize>();  // nobody leaves while its partner may still write to its
                                          // memory

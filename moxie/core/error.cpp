@@ -24,6 +24,7 @@ const char* name(Role role) { return role == Role::comm ? "comm" : "compute"; }
 const char* name(WaitFor what) {
   switch (what) {
     case WaitFor::inputs_ready: return "inputs_ready";
+    case WaitFor::x_staged: return "x_staged";
     case WaitFor::schedule_ready: return "schedule_ready";
     case WaitFor::stage_done: return "stage_done";
     case WaitFor::agreement: return "agreement";

@@ -43,6 +43,7 @@ enum class WaitFor : std::int32_t {
   phase,           // split mode: index = phase
   peer_slot_free,  // push dispatch: index = peer rank whose x ring has no free slot yet
   y_ready,         // combine by communication workers: index = block whose FC2 tiles are missing
+  x_staged,        // index = peer rank: its tokens do not all lie in its heap yet
 };
 const char* name(WaitFor what);
 

@@ -16,4 +16,20 @@ __device__ __forceinline__ int32_t warp_last_not_above(const Int* begin, int32_t
   return __reduce_add_sync(~0u, num_not_above) - 1;
 }
 
+// The same for long tables: each round narrows the range to a 32nd. Rounds depend on each other.
+template <class Int>
+__device__ __forceinline__ int32_t warp_last_not_above_long(const Int* begin, int32_t n,
+                                                            Int value) {
+  int32_t first = 0;
+#pragma unroll 1
+  while (n > 1) {
+    const int32_t step = (n + 31) / 32, mine = static_cast<int32_t>(threadIdx.x % 32) * step;
+    const bool not_above = mine < n && begin[first + mine] <= value;
+    const int32_t skip = (__popc(__ballot_sync(~0u, not_above)) - 1) * step;
+    first += skip;
+    n = min(step, n - skip);
+  }
+  return first;
+}
+
 }  // namespace moxie::device

@@ -1,4 +1,5 @@
-// Dispatch on the GPU: a warp pulls rows of x from their home ranks into ring slots.
+// Dispatch on the GPU: a warp pulls rows of x from their home ranks into ring slots; push_cuda.cuh
+// uses the same loop.
 // Contract: dispatch.h; plain body: dispatch_ref.h.
 //
 // Every warp takes every W-th quarter of a dispatch unit (W warps of the rank), so the first blocks
@@ -29,14 +30,28 @@ struct Pull {
   const pipeline::BlockTable* table;
   pipeline::RowOrigin* origins;  // [routed_blocks * 128]
   bf16* x_ring;                  // [x_ring_blocks * 128, H]
-  bf16* keep_x;                  // [saved_blocks * 128, H] context, or null
+  const bf16* own_x;             // [T, H] where the caller keeps it
+  const uint64_t* x_staged;      // [R] when the heap of another rank can be read: this word or more
+  uint64_t staged_word;
+  bf16* keep_x;  // [saved_blocks * 128, H] context, or null
   int64_t saved_blocks, x_ring_blocks, minibatch_blocks, fc1_tiles, hidden, top_k;
   uint32_t* x_ready;         // [groups]
   const uint32_t* fc1_done;  // [blocks]
+
+  __device__ __forceinline__ int32_t num_quarters() const {
+    return static_cast<int32_t>(pipeline::num_dispatch_units(*table) * kQuarters);
+  }
 };
 
-// Rows [begin, begin + num_rows) of a block and their origins; in shared memory, one per warp.
-struct PullRows {
+// How long the role waits, and what its records say.
+struct MoveLimits {
+  const device::WaitLimits &signal, &counter;
+  uint32_t what_staged, what_slot;
+};
+
+// Rows [begin, begin + num_rows) of a block and their origins; in shared memory, one per warp. Push
+// has one rank: the destination.
+struct RowsSlot {
   int32_t block, begin, num_rows;
   int32_t rank[kQuarterRows], route[kQuarterRows];
   float weight[kQuarterRows];
@@ -46,7 +61,7 @@ struct PullRows {
 // The copies across the link go to shared memory by themselves, so that registers are left for
 // rows.
 __device__ __forceinline__ void look_up(const Pull& p, int32_t quarter, int32_t num_quarters,
-                                        int32_t lane_idx, PullRows& next) {
+                                        int32_t lane_idx, RowsSlot& next) {
   if (quarter >= num_quarters) return;
   const BlockId block = pipeline::dispatch_block(*p.table, quarter / kQuarters);
   const LocalExpertId expert{device::warp_last_not_above(
@@ -74,11 +89,13 @@ __device__ __forceinline__ void look_up(const Pull& p, int32_t quarter, int32_t 
   __pipeline_commit();
 }
 
-// Where a row lies in its home rank's heap, in 16-byte chunks.
+// Where a row lies, in 16-byte chunks: in its home rank's heap, or in the caller's x.
 __device__ __forceinline__ const uint4* source_of(const Pull& p, int32_t rank, int32_t route) {
   const int32_t token = route / static_cast<int32_t>(p.top_k);
-  return reinterpret_cast<const uint4*>(p.heaps[rank] + p.heap->x_in.offset) +
-         token * (p.hidden / 8);
+  const auto* x = rank == p.table->me.v
+                      ? reinterpret_cast<const uint4*>(p.own_x)
+                      : reinterpret_cast<const uint4*>(p.heaps[rank] + p.heap->x_in.offset);
+  return x + token * (p.hidden / 8);
 }
 
 // A quarter's rows to neighbouring places by the whole warp, all rows at once: one of 4 KB has only
@@ -114,15 +131,18 @@ __device__ __forceinline__ void copy_quarter(const uint4* const (&source)[kQuart
 // This lane's copy of what a quarter needs once its look-up slot is used for the next one.
 struct Quarter {
   int32_t block, begin, num_rows;
+  int32_t to;           // push: the destination
+  bool is_remote;       // pull: row lane comes from another rank
   const uint4* source;  // of row lane, or null
 };
 
 // Takes the origins that look_up() has brought, writes them down and leaves the slot free.
-__device__ __forceinline__ Quarter take(const Pull& p, const PullRows& slot, int32_t lane_idx) {
+__device__ __forceinline__ Quarter take(const Pull& p, const RowsSlot& slot, int32_t lane_idx) {
   __pipeline_wait_prior(0);
   __syncwarp();  // what the other lanes looked up
-  Quarter q{slot.block, slot.begin, slot.num_rows, nullptr};
+  Quarter q{slot.block, slot.begin, slot.num_rows, 0, false, nullptr};
   if (lane_idx < q.num_rows) {
+    q.is_remote = slot.rank[lane_idx] != p.table->me.v;
     const int64_t row =
         p.table->routed_idx(BlockId{q.block}) * pipeline::kBlockRows + q.begin + lane_idx;
     p.origins[row] = {slot.rank[lane_idx], slot.route[lane_idx], slot.weight[lane_idx]};
@@ -130,6 +150,42 @@ __device__ __forceinline__ Quarter take(const Pull& p, const PullRows& slot, int
   }
   __syncwarp();  // all have read the slot
   return q;
+}
+
+// A warp: waits until the tokens of every rank can be read. False: gave up.
+__device__ __forceinline__ bool wait_staged(const Pull& p, int32_t lane_idx,
+                                            const MoveLimits& limits) {
+  bool healthy = true;
+  for (int64_t r = lane_idx; healthy && r < p.table->num_ranks; r += 32) {
+    uint64_t word = 0;
+    // Signalled by rank r: its x lies in its heap. (Own rows are read elsewhere.)
+    healthy = r == p.table->me.v || device::wait_signal(p.x_staged + r, p.staged_word,
+                                                        limits.signal, limits.what_staged, r, word);
+  }
+  return __all_sync(~0u, healthy);  // and what these lanes acquired, to all
+}
+
+// An earlier block of this pass lies where the quarter goes.
+__device__ __forceinline__ bool is_used_slot(const Pull& p, const Quarter& q) {
+  return q.block - p.x_ring_blocks >= p.table->shared_blocks;
+}
+// One lane. False: gave up.
+__device__ __forceinline__ bool wait_slot(const Pull& p, const Quarter& q,
+                                          const MoveLimits& limits) {
+  const int64_t holder = q.block - p.x_ring_blocks;
+  // Signalled by FC1: all its tiles of the block that holds the slot have read their rows.
+  return device::wait_counter(p.fc1_done + holder, static_cast<uint32_t>(p.fc1_tiles),
+                              limits.counter, limits.what_slot, holder);
+}
+
+// Every row's source, to all lanes.
+__device__ __forceinline__ void share_sources(const Quarter& q,
+                                              const uint4* (&source)[kQuarterRows]) {
+#pragma unroll
+  for (int r = 0; r < kQuarterRows; ++r) {
+    source[r] = reinterpret_cast<const uint4*>(
+        __shfl_sync(~0u, reinterpret_cast<unsigned long long>(q.source), r));
+  }
 }
 
 __device__ __forceinline__ void copy_rows(const Pull& p, const Quarter& q, int32_t lane_idx) {
@@ -140,11 +196,7 @@ __device__ __forceinline__ void copy_rows(const Pull& p, const Quarter& q, int32
   };
   uint4* to = at(p.x_ring, slot);
   const uint4* source[kQuarterRows];
-#pragma unroll
-  for (int r = 0; r < kQuarterRows; ++r) {
-    source[r] = reinterpret_cast<const uint4*>(
-        __shfl_sync(~0u, reinterpret_cast<unsigned long long>(q.source), r));
-  }
+  share_sources(q, source);
   copy_quarter(source, to, num_chunks, lane_idx);
   if (p.keep_x == nullptr || routed >= p.saved_blocks) return;
   uint4* keep = at(p.keep_x, routed);
@@ -153,44 +205,80 @@ __device__ __forceinline__ void copy_rows(const Pull& p, const Quarter& q, int32
   for (int32_t c = lane_idx; c < q.num_rows * num_chunks; c += 32) keep[c] = to[c];
 }
 
-// Role of one warp. `recorder` writes the timeline, `delay` injects faults. Returns when its rows
-// are out, or when a wait gave up.
-template <class Recorder, class Delay>
-__device__ __forceinline__ void pull_rows(const Pull& p, PullRows& slot, Recorder& recorder,
-                                          int32_t warp_idx, int32_t num_warps,
-                                          const device::WaitLimits& limits, uint32_t what,
-                                          const Delay& delay) {
+// One lane, after every lane's rows and origins: to FC1 and combine of this rank.
+__device__ __forceinline__ void count_rows(const Pull& p, const Quarter& q) {
+  device::add_release_gpu(
+      p.x_ready + pipeline::minibatch_of(*p.table, BlockId{q.block}, p.minibatch_blocks),
+      static_cast<uint32_t>(q.num_rows));
+}
+
+// The next quarter waits for nobody: its rows are this rank's own and its slot was never used.
+// Complete after the look-up.
+__device__ __forceinline__ bool needs_no_wait(const Pull& p, const RowsSlot& slot,
+                                              int32_t lane_idx) {
+  __pipeline_wait_prior(0);
+  __syncwarp();  // what the other lanes looked up
+  const bool is_remote = lane_idx < slot.num_rows && slot.rank[lane_idx] != p.table->me.v;
+  return slot.block - p.x_ring_blocks < p.table->shared_blocks && __any_sync(~0u, is_remote) == 0;
+}
+
+// Moves a warp's quarters, every num_warps-th from `quarter` on; kOnlyFirst: one, if it need not
+// wait. Its look-up is on the way, and that of the quarter returned too. kGaveUp: a wait did. Way
+// is Pull or Push.
+inline constexpr int32_t kGaveUp = -1;
+template <bool kOnlyFirst, class Way, class Recorder, class Delay>
+__device__ __forceinline__ int32_t move_quarters(const Way& p, RowsSlot& slot, Recorder& recorder,
+                                                 int32_t quarter, int32_t num_warps,
+                                                 int32_t num_quarters, const MoveLimits& limits,
+                                                 const Delay& delay) {
   const int32_t lane_idx = threadIdx.x % 32;
-  const int32_t num_quarters =
-      static_cast<int32_t>(pipeline::num_dispatch_units(*p.table) * kQuarters);
-  look_up(p, warp_idx, num_quarters, lane_idx, slot);
+  bool is_staged = false;
 #pragma unroll 1
-  for (int32_t quarter = warp_idx; quarter < num_quarters; quarter += num_warps) {
+  for (; quarter < num_quarters; quarter += num_warps) {
+    if constexpr (kOnlyFirst) {
+      if (!needs_no_wait(p, slot, lane_idx)) return quarter;
+    }
     const Quarter q = take(p, slot, lane_idx);
     look_up(p, quarter + num_warps, num_quarters, lane_idx, slot);
-    if (q.num_rows == 0) continue;
-    delay();
-    const uint64_t begin_ns = recorder.now();
-    // Signalled by FC1: all its tiles of the block that holds the slot have read their rows.
-    const int64_t holder = q.block - p.x_ring_blocks;
-    bool healthy = true;
-    if (holder >= p.table->shared_blocks && lane_idx == 0) {
-      healthy = device::wait_counter(p.fc1_done + holder, static_cast<uint32_t>(p.fc1_tiles),
-                                     limits, what, holder);
+    if (q.num_rows > 0) {
+      delay();
+      if (!kOnlyFirst) {
+        if (!is_staged && __any_sync(~0u, q.is_remote)) {
+          is_staged = wait_staged(p, lane_idx, limits);
+          if (!is_staged) return kGaveUp;
+        }
+        const bool healthy = lane_idx != 0 || !is_used_slot(p, q) || wait_slot(p, q, limits);
+        if (!__shfl_sync(~0u, healthy, 0)) return kGaveUp;
+      }
+      const uint64_t begin_ns = recorder.now();
+      copy_rows(p, q, lane_idx);
+      // This lane's stores, to tensor copies of any SM that follow the counter.
+      cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
+      __syncwarp();
+      if (lane_idx == 0) {
+        count_rows(p, q);
+        recorder.add_dispatch(begin_ns, q.block, q.begin);
+      }
     }
-    if (!__shfl_sync(~0u, healthy, 0)) return;
-    copy_rows(p, q, lane_idx);
-    // This lane's stores, to tensor copies of any SM of this GPU that follow the counter.
-    cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
-    __syncwarp();
-    // The warp's rows and origins, to FC1 and combine of this rank.
-    if (lane_idx == 0) {
-      device::add_release_gpu(
-          p.x_ready + pipeline::minibatch_of(*p.table, BlockId{q.block}, p.minibatch_blocks),
-          static_cast<uint32_t>(q.num_rows));
-      recorder.add_dispatch(begin_ns, q.block, q.begin);
-    }
+    if (kOnlyFirst) return quarter + num_warps;
   }
+  return quarter;
+}
+
+// Role of one warp. `recorder` writes the timeline, `delay` injects faults, after_first() is called
+// once, when the warp's part of the first blocks is out or has to wait. Returns when its rows are
+// out, or when a wait gave up.
+template <class Recorder, class Delay, class AfterFirst>
+__device__ __forceinline__ void pull_rows(const Pull& p, RowsSlot& slot, Recorder& recorder,
+                                          int32_t warp_idx, int32_t num_warps,
+                                          const MoveLimits& limits, const Delay& delay,
+                                          const AfterFirst& after_first) {
+  const int32_t num_quarters = p.num_quarters();
+  look_up(p, warp_idx, num_quarters, threadIdx.x % 32, slot);
+  const int32_t next =
+      move_quarters<true>(p, slot, recorder, warp_idx, num_warps, num_quarters, limits, delay);
+  after_first();  // before any wait: peers may wait for what it does
+  move_quarters<false>(p, slot, recorder, next, num_warps, num_quarters, limits, delay);
 }
 
 }  // namespace moxie::dispatch

@@ -46,7 +46,8 @@ class RegionPacker {
 struct HeapLayout {
   Region epoch;         // u64           passes this rank has closed
   Region stopped;       // u64           a peer whose wait expired: (epoch, rank + 1)
-  Region inputs_ready;  // u64 [R]       word p: peer p has staged and sorted; payload = Verdict
+  Region inputs_ready;  // u64 [R]       word p: peer p has sorted its routes; payload = Verdict
+  Region x_staged;      // u64 [R]       word p: peer p's x_in (and dy_in) can be read
   Region agreement;  // u64 [R]       word p: peer p's Verdict on the pass (only when one is needed)
   Region returns_done;  // u64 [R, kMaxSlabs]  peer p has pushed all rows of a slab
   std::int64_t signals_bytes = 0;
@@ -68,6 +69,7 @@ MOXIE_HD constexpr HeapLayout heap_layout(const Problem& p) {
   l.epoch = pack.take(8);
   l.stopped = pack.take(8);
   l.inputs_ready = pack.take(8 * p.num_ranks);
+  l.x_staged = pack.take(8 * p.num_ranks);
   l.agreement = pack.take(8 * p.num_ranks);
   l.returns_done = pack.take(8 * p.num_ranks * kMaxSlabs);
   l.signals_bytes = pack.end();

@@ -55,9 +55,11 @@ struct Plan {
   std::int32_t lag_chunks = 1;  // backward: chunks by which dgrad runs ahead of dX and wgrad
   std::int64_t backward_ring_blocks = 0;  // backward slots; 0: all the capacity
   SavePolicy save = SavePolicy::z;
-  std::int64_t saved_rows = -1;      // -1: all the capacity; whole blocks are saved
-  std::int32_t comm_workers = 0;     // per rank. CPU: threads, 0 means one. CUDA: CTAs that only
-                                     // communicate, 0: none, the spare warps of every CTA do it
+  std::int64_t saved_rows = -1;  // -1: all the capacity; whole blocks are saved
+  // Per rank. CPU: communication threads, 0 means one. CUDA: CTAs that dispatch with all their
+  // warps and then multiply with the others (if communication workers combine: never multiply); 0:
+  // none, the spare warps of every CTA do it.
+  std::int32_t comm_workers = 0;
   std::int32_t compute_workers = 1;  // per rank, >= 1
   friend bool operator==(const Plan&, const Plan&) = default;
 };
@@ -66,6 +68,11 @@ std::string to_string(const Plan& plan);
 namespace pipeline {
 
 inline constexpr std::int64_t kMaxPassBlocks = 1 << 24;  // shared and routed
+
+// The plan of a Layer made without one: the rules that measurements gave (H200,
+// docs/decisions/005-power-and-the-pass.md). One launch was faster than split mode at every number
+// of tokens, down to 1 per rank; four slabs are best or within 0.3 % of it on every shape.
+Plan default_plan(const Problem& problem);
 
 // The most padded blocks of routed rows a rank can receive: every route of every rank to its
 // experts, each expert ending in a block of its own. Worst case, hence "proven".

@@ -236,13 +236,16 @@ MOXIE_HD constexpr DispatchUnit dispatch_unit(const BlockTable& t, std::int64_t 
 MOXIE_HD constexpr std::int64_t num_push_units(Range rows) {
   return ceil_div(rows.size(), kDispatchUnitRows);
 }
-MOXIE_HD constexpr PushRows push_unit(const PushTable& t, std::int64_t unit) {
-  const std::int64_t at = last_not_above(t.unit_begin, t.num_blocks * t.num_ranks, unit);
+// `at`: the (block, rotated destination) whose unit it is
+MOXIE_HD constexpr PushRows push_unit(const PushTable& t, std::int64_t unit, std::int64_t at) {
   PushRows u = t.rows(at / t.num_ranks, t.rotated_destination(at % t.num_ranks));
   const std::int64_t skip = (unit - t.unit_begin[at]) * kDispatchUnitRows;
   u.rows = {u.rows.begin + skip, min64(u.rows.begin + skip + kDispatchUnitRows, u.rows.end)};
   u.sorted_idx += skip;
   return u;
+}
+MOXIE_HD constexpr PushRows push_unit(const PushTable& t, std::int64_t unit) {
+  return push_unit(t, unit, last_not_above(t.unit_begin, t.num_blocks * t.num_ranks, unit));
 }
 // Where a block's counters of the destination are, and whose FC1 tiles free its slot: a block
 // before the shared ones' end means nobody held it.

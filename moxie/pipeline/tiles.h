@@ -44,7 +44,8 @@ MOXIE_HD constexpr std::int64_t num_wgrad_tiles(std::int64_t rows, std::int64_t 
 }
 
 // FC2 columns are grouped into slabs of whole tiles, the first ones one tile wider where they do
-// not divide.
+// not divide. (Slabs that get narrower shorten the last merge, which nothing hides, and gain
+// nothing: docs/decisions/005-power-and-the-pass.md.)
 MOXIE_HD constexpr Range slab_tiles(std::int64_t slab, std::int64_t num_slabs,
                                     std::int64_t num_tiles) {
   const std::int64_t base = num_tiles / num_slabs, extra = num_tiles % num_slabs;

@@ -30,25 +30,31 @@ struct Cta {
   }
 };
 
-// x -> the rank's heap, all CTAs together. num_elements is a multiple of 64.
-__device__ __forceinline__ void copy_rows(const bf16* x, bf16* x_in, int64_t num_elements,
-                                          Cta cta) {
+// x is staged in units of whole tokens, about so many bytes: coarse enough for their counter, fine
+// enough to end together.
+inline constexpr int64_t kStageUnitBytes = 16 * 1024;
+
+__device__ __forceinline__ int64_t stage_unit_tokens(int64_t hidden) {
+  return max(kStageUnitBytes / (2 * hidden), int64_t{1});
+}
+
+// Elements [begin, end), multiples of 64, of x -> the rank's heap, by one warp.
+__device__ __forceinline__ void copy_elements(const bf16* x, bf16* x_in, int64_t begin,
+                                              int64_t end) {
   constexpr int kInFlight = 8;
   const uint4* from = reinterpret_cast<const uint4*>(x);
   uint4* to = reinterpret_cast<uint4*>(x_in);
-  const int64_t num_chunks = num_elements / 8, step = int64_t{cta.count} * kSortThreads;
 #pragma unroll 1
-  for (int64_t i = cta.idx * int64_t{kSortThreads} + threadIdx.x; i < num_chunks;
-       i += kInFlight * step) {
+  for (int64_t i = begin / 8 + threadIdx.x % 32; i < end / 8; i += kInFlight * 32) {
     uint4 chunk[kInFlight];
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
       chunk[k] = {};  // else a predicated load keeps the old value alive through the loop: spills
-      if (i + k * step < num_chunks) chunk[k] = __ldcs(from + i + k * step);
+      if (i + k * 32 < end / 8) chunk[k] = __ldcs(from + i + k * 32);
     }
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
-      if (i + k * step < num_chunks) to[i + k * step] = chunk[k];
+      if (i + k * 32 < end / 8) to[i + k * 32] = chunk[k];
     }
   }
 }

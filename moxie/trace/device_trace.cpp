@@ -70,6 +70,16 @@ std::int64_t collect(std::span<const DeviceTrace> ranks, Trace& trace) {
     return std::tie(a.rank, a.role, a.worker, a.begin_ns, a.end_ns) <
            std::tie(b.rank, b.role, b.worker, b.begin_ns, b.end_ns);
   });
+  // A lane does one thing at a time: the merge of consumer warps begins a little before the last
+  // tile is published.
+  for (std::size_t i = 1; i < events.size(); ++i) {
+    const Event& before = events[i - 1];
+    Event& event = events[i];
+    if (before.rank == event.rank && before.role == event.role && before.worker == event.worker) {
+      event.begin_ns = std::max(event.begin_ns, std::min(before.end_ns, event.end_ns));
+      event.end_ns = std::max(event.end_ns, event.begin_ns);
+    }
+  }
   trace.num_ranks = static_cast<std::int32_t>(ranks.size());
   trace.compute_workers = num_ctas;
   trace.comm_workers = num_ctas * kNumCommLanes;

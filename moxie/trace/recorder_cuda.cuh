@@ -24,11 +24,16 @@ struct Recorder {
                                       int64_t tile, bool shared = false) {
     if (on()) put(kind, WaitFor{}, begin_ns, now(), lane, block, tile, shared);
   }
-  // Dispatched rows are drawn in the lane of the warp, if it has one.
+  // Dispatched rows and staged tokens are drawn in the lane of the warp, if it has one.
   __device__ __forceinline__ void add_dispatch(uint64_t begin_ns, int32_t block, int32_t row) {
     const auto warp_idx = static_cast<int32_t>(threadIdx.x / 32);
     if (warp_idx < kFirstCommLane + kNumCommLanes)
       add(Kind::dispatch, begin_ns, warp_idx, block, row);
+  }
+  __device__ __forceinline__ void add_stage(uint64_t begin_ns, int64_t token) {
+    const auto warp_idx = static_cast<int32_t>(threadIdx.x / 32);
+    if (warp_idx >= kFirstCommLane && warp_idx < kFirstCommLane + kNumCommLanes)
+      add(Kind::stage, begin_ns, warp_idx, token, -1);
   }
   // A wait that was over at once is not worth a line.
   __device__ __forceinline__ void add_wait(WaitFor what, uint64_t begin_ns, uint64_t end_ns,

@@ -105,7 +105,7 @@ TEST(CudaForward, biases_activations_and_shared_expert) {
 
 // Plans, grids and faults that must not move a bit.
 std::vector<Plan> some_plans() {
-  std::vector<Plan> plans(10);
+  std::vector<Plan> plans(13);
   plans[1].num_slabs = 1;
   plans[2].num_slabs = 3;
   plans[2].band_blocks = 3;
@@ -121,6 +121,10 @@ std::vector<Plan> some_plans() {
   plans[8].save = SavePolicy::none;
   plans[9].save = SavePolicy::z_and_x;
   plans[9].saved_rows = 256;
+  plans[10].mode = ExecMode::split;
+  plans[11].comm_workers = 2;  // and with the smallest rings, in lag order
+  plans[12] = plans[5];
+  plans[12].comm_workers = 2;
   return plans;
 }
 
@@ -335,10 +339,6 @@ TEST(CudaForward, what_is_not_there_is_refused) {
   World world = World::cuda(cuda_options(1), on_gpu_0(1));
   expect_error(ErrorCode::unavailable, {"f32", "bf16"},
                [&] { Layer(world, small_problem(1, 4, 2)); });
-  Plan split;
-  split.mode = ExecMode::split;
-  expect_error(ErrorCode::unavailable, {"split", "fused"},
-               [&] { Layer(world, bf16_problem(1, 4, 2), split); });
   CudaOptions all_reserved;
   all_reserved.reserve_sms = 4096;
   World none = World::cuda(cuda_options(1), all_reserved);

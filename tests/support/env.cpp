@@ -54,6 +54,11 @@ std::int64_t num_passes(std::int64_t fallback) {
   return text ? std::strtoll(text, nullptr, 10) : fallback;
 }
 
+std::int32_t late_ms(std::int32_t fallback) {
+  const char* text = std::getenv("MOXIE_TEST_LATE_MS");
+  return text ? static_cast<std::int32_t>(std::strtol(text, nullptr, 10)) : fallback;
+}
+
 WorldOptions world_options(std::int64_t num_ranks) {
   WorldOptions options;
   options.num_ranks = num_ranks;

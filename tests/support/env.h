@@ -2,6 +2,7 @@
 //   MOXIE_TEST_SEED    reruns a random test with the same inputs (every test prints its seed)
 //   MOXIE_TEST_PASSES  number of shuffled passes of test_protocol
 //   MOXIE_TEST_GEMM    automatic | onednn | plain
+//   MOXIE_TEST_LATE_MS how late the late rank of a GPU test comes
 #pragma once
 #include <cstdint>
 
@@ -14,6 +15,7 @@ namespace moxie::test {
 std::uint64_t test_seed();
 
 std::int64_t num_passes(std::int64_t fallback);
+std::int32_t late_ms(std::int32_t fallback);
 
 // Options of a test world: poisoned workspace, and waits that give up long before the test runner
 // does. `make_world` is the one place where tests choose a backend.

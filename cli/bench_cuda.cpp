@@ -1,0 +1,177 @@
+// The CUDA backend as a benchmark target: random weights and tokens made on the GPUs, events around
+// a window of passes on the stream of rank 0's GPU, which all others are joined to.
+#include <chrono>
+#include <cmath>
+#include <set>
+#include <thread>
+
+#include "cli/bench_target.h"
+#include "cli/device_tensors.h"
+#if MOXIE_HAS_CUDA
+#include "bench/layer_gpu.h"
+#endif
+
+namespace moxie::cli {
+
+#if MOXIE_HAS_CUDA
+namespace {
+
+constexpr double kTimeoutSeconds = 10;  // a pass takes milliseconds
+
+class CudaTarget final : public BenchTarget {
+ public:
+  CudaTarget(const Scenario& scenario, const BenchShape& shape)
+      : devices_(rank_devices(scenario.cuda, scenario.num_ranks)),
+        world_(World::cuda({.num_ranks = scenario.num_ranks, .timeout_s = kTimeoutSeconds},
+                           scenario.cuda)),
+        layer_(world_, problem_of(scenario, shape), scenario.plan),
+        timer_(devices_[0]) {
+    problem = layer_.problem();
+    world_.set_stream(timer_.stream());
+    make_routes_on_host(scenario, shape.tokens_per_rank);
+    for (std::size_t rank = 0; rank < devices_.size(); ++rank) make_rank(rank, scenario.seed);
+    make_zero_copy_inputs();
+  }
+  ~CudaTarget() override {
+    try {
+      world_.synchronize();
+    } catch (const Error&) {  // was thrown by the pass already
+    }
+    world_.set_stream(nullptr);
+  }
+
+  void run_once() override {
+    layer_.infer(inputs, outputs);
+    world_.synchronize();
+  }
+
+  std::vector<TimedRun> timed_runs() override {
+    std::vector<TimedRun> runs;
+    add_run(runs, "moxie", inputs, {});
+    add_run(runs, "moxie zero_copy", zero_copy_, {});
+    // Neither staged nor sorted nor agreed on: what that costs is the difference to zero_copy.
+    add_run(runs, "moxie kept_schedule", zero_copy_, {.keep_schedule = true});
+    return runs;
+  }
+
+  void copy_to_host(void* to, const void* from, std::size_t num_bytes) const override {
+    bench::copy(to, from, num_bytes);
+  }
+
+  std::optional<std::int64_t> count_launches() override {
+    const auto num_gpus =
+        static_cast<std::int64_t>(std::set<int>(devices_.begin(), devices_.end()).size());
+    const auto count = timer_.count_kernels([this] { layer_.infer(inputs, outputs); });
+    return count ? std::optional(*count / num_gpus) : std::nullopt;
+  }
+  Plan plan() const override { return layer_.plan(); }
+
+ private:
+  void make_routes_on_host(const Scenario& scenario, std::int64_t num_tokens) {
+    const RunTypes types{.ids = DType::i64};
+    for (std::int64_t rank = 0; rank < problem.num_ranks; ++rank) {
+      RankTensors tensors;
+      tensors.x.shape = {num_tokens, problem.hidden};  // of its values the routing asks nothing
+      for (const auto& [name, member] : {InputName{"expert_ids", &RankTensors::expert_ids},
+                                         InputName{"route_weights", &RankTensors::route_weights}}) {
+        const TensorSpec spec = tensor_spec(problem, types, rank, num_tokens, name);
+        tensors.*member = HostTensor(spec.dtype, spec.shape);
+      }
+      routes.push_back(std::move(tensors));
+    }
+    make_routes(problem, scenario.routing, RouterKind::softmax, scenario.seed, routes);
+  }
+
+  void make_rank(std::size_t rank, std::uint64_t seed) {
+    const std::int64_t T = routes[rank].x.shape.dim[0], H = problem.hidden,
+                       I = problem.intermediate;
+    const std::int64_t E_local = num_local_experts(problem.num_experts, problem.num_ranks,
+                                                   RankId{static_cast<std::int64_t>(rank)});
+    const double by_hidden = 1 / std::sqrt(static_cast<double>(H));
+    const double by_width = 1 / std::sqrt(static_cast<double>(I));
+    const std::uint64_t stream = (seed * 64 + rank) * 8;
+    ForwardInput in;
+    in.x = random({T, H}, rank, 1, stream);
+    in.weights.gate = random({E_local, I, H}, rank, by_hidden, stream + 1);
+    in.weights.up = random({E_local, I, H}, rank, by_hidden, stream + 2);
+    in.weights.down = random({E_local, H, I}, rank, by_width, stream + 3);
+    in.expert_ids = upload(routes[rank].expert_ids, rank);
+    in.route_weights = upload(routes[rank].route_weights, rank);
+    inputs.push_back(in);
+    outputs.push_back({random({T, H}, rank, 1, stream + 4)});  // anything but the result
+  }
+
+  TensorView allocate(DType dtype, const Shape& shape, std::size_t rank) {
+    memory_.emplace_back(devices_[rank],
+                         static_cast<std::size_t>(shape.num_elements() * size_bytes(dtype)));
+    return {memory_.back().get(), dtype, shape};
+  }
+  TensorView random(const Shape& shape, std::size_t rank, double scale, std::uint64_t seed) {
+    const TensorView view = allocate(DType::bf16, shape, rank);
+    bench::fill_normal(devices_[rank], view.data, shape.num_elements(), static_cast<float>(scale),
+                       seed);
+    return view;
+  }
+  TensorView upload(const HostTensor& tensor, std::size_t rank) {
+    const TensorView view = allocate(tensor.dtype, tensor.shape, rank);
+    bench::copy(view.data, tensor.bytes.data(), tensor.bytes.size());
+    return view;
+  }
+
+  // x in the rank's own heap, where a pass need not copy it.
+  void make_zero_copy_inputs() {
+    for (std::size_t rank = 0; rank < inputs.size(); ++rank) {
+      ForwardInput in = inputs[rank];
+      in.x = TensorView(layer_.input_buffer(static_cast<std::int64_t>(rank)).data, in.x.dtype,
+                        in.x.shape);
+      bench::copy(const_cast<void*>(in.x.data), inputs[rank].x.data,
+                  static_cast<std::size_t>(in.x.shape.num_elements() * size_bytes(in.x.dtype)));
+      zero_copy_.push_back(in);
+    }
+  }
+
+  void add_run(std::vector<TimedRun>& runs, const char* run_name,
+               const std::vector<ForwardInput>& from, const FaultInjection& faults) {
+    const auto enqueue = [this, &from] { layer_.infer(from, outputs); };
+    world_.set_faults(faults);
+    enqueue();
+    const double estimate_ms = timer_.window(enqueue, 3).ms;
+    runs.push_back({run_name, [this, enqueue, estimate_ms, faults](BenchMode mode) {
+                      world_.set_faults(faults);
+                      timer_.synchronize();
+                      std::this_thread::sleep_for(
+                          std::chrono::duration<double, std::milli>(kIdleMs));
+                      const std::int64_t warm_up =
+                          mode == BenchMode::burst ? 1 : passes_for(kLoadMs, estimate_ms);
+                      for (std::int64_t i = 0; i < warm_up; ++i) enqueue();
+                      const bench::GpuTiming timing =
+                          timer_.window(enqueue, passes_for(kWindowMs, estimate_ms));
+                      world_.synchronize();  // throws what went wrong in the passes
+                      return Timing{timing.ms, timing.sm_clock_mhz};
+                    }});
+  }
+
+  std::vector<int> devices_;              // [R]
+  std::vector<bench::GpuMemory> memory_;  // outlives the layer's last pass: freed after timer_
+  World world_;
+  Layer layer_;
+  bench::GpuTimer timer_;
+  std::vector<ForwardInput> zero_copy_;  // [R]
+};
+
+}  // namespace
+
+std::unique_ptr<BenchTarget> make_cuda_target(const Scenario& scenario, const BenchShape& shape) {
+  return std::make_unique<CudaTarget>(scenario, shape);
+}
+
+#else
+
+std::unique_ptr<BenchTarget> make_cuda_target(const Scenario&, const BenchShape&) {
+  require_cuda();
+  return nullptr;
+}
+
+#endif
+
+}  // namespace moxie::cli

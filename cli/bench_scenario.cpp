@@ -1,0 +1,226 @@
+// Strict reading: a key that is missing, unknown or of another type is an error; values go through
+// the same conversions as command-line options.
+#include "cli/bench_scenario.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+
+#include "cli/errors.h"
+#include "cli/json.h"
+#include "cli/options.h"
+
+namespace moxie::cli {
+namespace {
+
+constexpr std::array<std::string_view, 2> kModes = {"burst", "sustained"};
+constexpr std::array<std::string_view, 2> kBaselines = {"gemm_only", "nccl_torch"};
+constexpr std::array<std::string_view, 2> kDirections = {"forward", "backward"};
+constexpr std::array<std::string_view, 2> kBackends = {"cpu", "cuda"};
+constexpr std::array<std::string_view, 14> kKeys = {
+    "description", "backend", "direction", "ranks", "devices", "reserve_sms", "cluster_size",
+    "shapes",      "routing", "seed",      "plan",  "modes",   "rounds",      "baselines"};
+constexpr std::array<std::string_view, 6> kShapeKeys = {
+    "name", "hidden", "intermediate", "experts_per_rank", "top_k", "tokens_per_rank"};
+constexpr Range kPositive{1, kInt32.max};
+
+// A JSON object, and how its values are called in errors.
+class Reader {
+ public:
+  Reader(const Json& json, std::string where, std::span<const std::string_view> keys)
+      : json_(json), where_(std::move(where)) {
+    if (!json.is_object()) fail(fmt::format("{} is no JSON object", json.dump()));
+    for (const auto& [key, value] : json.items()) {
+      if (std::find(keys.begin(), keys.end(), key) == keys.end()) {
+        fail(fmt::format("key '{}' is not known; did you mean '{}'? (known: {})", key,
+                         closest(key, keys), fmt::join(keys, ", ")));
+      }
+    }
+  }
+  [[noreturn]] void fail(const std::string& why) const { throw Failure(where_ + ": " + why); }
+
+  // Errors of the command line are errors of this file here.
+  template <class Convert>
+  auto converted(Convert&& convert) const {
+    try {
+      return convert();
+    } catch (const Usage& usage) {
+      fail(usage.what());
+    }
+  }
+
+  bool has(const char* key) const { return json_.contains(key); }
+  const Json& at(const char* key) const {
+    if (!has(key)) fail(fmt::format("'{}' is missing", key));
+    return json_.at(key);
+  }
+  const Json& list(const char* key) const {
+    if (!at(key).is_array()) fail(fmt::format("'{}' is {}, not a list", key, at(key).dump()));
+    return at(key);
+  }
+  std::string word(const Json& value, const char* key) const {
+    if (!value.is_string()) fail(fmt::format("'{}' is {}, not a word", key, value.dump()));
+    return value.get<std::string>();
+  }
+  std::string word(const char* key) const { return word(at(key), key); }
+  std::int64_t integer(const Json& value, const char* key, Range range) const {
+    return converted([&] { return parse_integer(quoted(key), value.dump(), range); });
+  }
+  std::int64_t integer(const char* key, Range range) const { return integer(at(key), key, range); }
+  template <class Enum>
+  Enum choice(const Json& value, const char* key, std::span<const std::string_view> known) const {
+    return converted(
+        [&] { return static_cast<Enum>(parse_choice(quoted(key), word(value, key), known)); });
+  }
+
+ private:
+  static std::string quoted(const char* key) { return fmt::format("'{}'", key); }
+  const Json& json_;
+  std::string where_;
+};
+
+BenchShape read_shape(const Json& json, const std::string& where) {
+  const Reader reader(json, where, kShapeKeys);
+  return {.name = reader.word("name"),
+          .hidden = reader.integer("hidden", kPositive),
+          .intermediate = reader.integer("intermediate", kPositive),
+          .experts_per_rank = reader.integer("experts_per_rank", kPositive),
+          .top_k = reader.integer("top_k", kPositive),
+          .tokens_per_rank = reader.integer("tokens_per_rank", kPositive)};
+}
+
+// {"slabs": 4, "x_ring": 8}: the plan options of the command line, without their dashes.
+Plan read_plan(const Json& json, const std::string& where) {
+  Plan plan;
+  CLI::App app;
+  add_plan_options(app, plan);
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app.get_options()) {
+    if (option->get_group() != kPlanGroup) continue;
+    names.push_back(option->get_single_name());
+    std::replace(names.back().begin(), names.back().end(), '-', '_');
+  }
+  const std::vector<std::string_view> known(names.begin(), names.end());
+  const Reader reader(json, where, known);
+  for (const auto& [key, value] : json.items()) {
+    std::string option = "--" + key;
+    std::replace(option.begin(), option.end(), '_', '-');
+    const std::string text = value.is_string() ? value.get<std::string>() : value.dump();
+    reader.converted([&] {
+      app.get_option(option)->add_result(text)->run_callback();
+      return true;
+    });
+  }
+  return plan;
+}
+
+void read_devices(const Reader& reader, Scenario& scenario) {
+  if (reader.has("devices")) {
+    for (const Json& device : reader.list("devices")) {
+      scenario.cuda.devices.push_back(static_cast<int>(reader.integer(device, "devices", kInt32)));
+    }
+    scenario.num_ranks = static_cast<std::int64_t>(scenario.cuda.devices.size());
+  }
+  if (reader.has("ranks")) scenario.num_ranks = reader.integer("ranks", kPositive);
+  if (!scenario.cuda.devices.empty() &&
+      scenario.num_ranks != static_cast<std::int64_t>(scenario.cuda.devices.size())) {
+    reader.fail(
+        fmt::format("'ranks' is {}; 'devices' names a GPU for {} ranks, the nearest legal value",
+                    scenario.num_ranks, scenario.cuda.devices.size()));
+  }
+  if (reader.has("reserve_sms"))
+    scenario.cuda.reserve_sms = static_cast<std::int32_t>(reader.integer("reserve_sms", kInt32));
+  if (reader.has("cluster_size"))
+    scenario.cuda.cluster_size =
+        static_cast<std::int32_t>(reader.integer("cluster_size", Range{0, 2}));
+}
+
+}  // namespace
+
+const char* name(BenchMode mode) { return kModes[static_cast<std::size_t>(mode)].data(); }
+const char* name(Baseline baseline) {
+  return kBaselines[static_cast<std::size_t>(baseline)].data();
+}
+
+Scenario read_scenario(const std::string& path) {
+  const Json json = parse_json_file(path);
+  const Reader reader(json, path, kKeys);
+  Scenario scenario;
+  if (reader.has("description")) scenario.description = reader.word("description");
+  scenario.backend = reader.choice<BackendKind>(reader.at("backend"), "backend", kBackends);
+  if (reader.has("direction")) {
+    scenario.direction = reader.choice<Direction>(reader.at("direction"), "direction", kDirections);
+  }
+  read_devices(reader, scenario);
+  for (const Json& shape : reader.list("shapes")) {
+    scenario.shapes.push_back(
+        read_shape(shape, fmt::format("{}: shape {}", path, scenario.shapes.size())));
+  }
+  if (scenario.shapes.empty()) reader.fail("'shapes' is empty; at least one is needed");
+  scenario.routing = reader.converted([&] { return parse_routing(reader.word("routing")); });
+  if (scenario.routing.kind == RoutingKind::router || scenario.routing.kind == RoutingKind::file) {
+    reader.fail(
+        fmt::format("'routing' is '{}'; it must be uniform, zipf[:EXPONENT] or hot[:EXPERT]",
+                    reader.word("routing")));
+  }
+  if (reader.has("seed"))
+    scenario.seed = static_cast<std::uint64_t>(reader.integer("seed", Range{}));
+  if (reader.has("plan")) scenario.plan = read_plan(reader.at("plan"), path + ": plan");
+  for (const Json& mode : reader.list("modes"))
+    scenario.modes.push_back(reader.choice<BenchMode>(mode, "modes", kModes));
+  if (scenario.modes.empty()) reader.fail("'modes' is empty; at least one is needed");
+  scenario.rounds = reader.integer("rounds", kPositive);
+  for (const Json& baseline : reader.list("baselines"))
+    scenario.baselines.push_back(reader.choice<Baseline>(baseline, "baselines", kBaselines));
+  return scenario;
+}
+
+std::vector<BenchMode> parse_modes(const std::string& text) {
+  std::vector<BenchMode> modes;
+  for (const std::string_view word : split(text, ','))
+    modes.push_back(static_cast<BenchMode>(parse_choice("--modes", word, kModes)));
+  return modes;
+}
+
+Direction parse_direction(const std::string& text) {
+  return static_cast<Direction>(parse_choice("--direction", text, kDirections));
+}
+
+void keep_shapes(const std::string& text, Scenario& scenario) {
+  std::vector<std::string_view> known;
+  for (const BenchShape& shape : scenario.shapes) known.push_back(shape.name);
+  std::vector<bool> wanted(known.size());
+  for (const std::string_view word : split(text, ','))
+    wanted[parse_choice("--shapes", word, known)] = true;
+  std::vector<BenchShape> kept;
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    if (wanted[i]) kept.push_back(scenario.shapes[i]);
+  }
+  scenario.shapes = std::move(kept);
+}
+
+Problem problem_of(const Scenario& scenario, const BenchShape& shape) {
+  Problem problem;
+  problem.num_ranks = scenario.num_ranks;
+  problem.max_tokens = shape.tokens_per_rank;
+  problem.hidden = shape.hidden;
+  problem.intermediate = shape.intermediate;
+  problem.num_experts = shape.experts_per_rank * scenario.num_ranks;
+  problem.top_k = shape.top_k;
+  problem.dtype = DType::bf16;
+  try {
+    check(problem);
+  } catch (const Error& error) {
+    throw Failure(fmt::format("shape '{}': {}", shape.name, error.what()));
+  }
+  if (problem.top_k > problem.num_experts) {
+    throw Failure(
+        fmt::format("shape '{}': top_k is {}; it must be at most the number of experts, {}",
+                    shape.name, problem.top_k, problem.num_experts));
+  }
+  return problem;
+}
+
+}  // namespace moxie::cli

@@ -1,0 +1,55 @@
+// One layer with its data on one backend, ready to be timed: what `moxie bench layer` measures.
+// bench_cpu.cpp and bench_cuda.cpp make them.
+#pragma once
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cli/bench_scenario.h"
+#include "cli/tensors.h"
+
+namespace moxie::cli {
+
+struct Timing {
+  double ms = 0;  // per pass
+  std::optional<double> sm_clock_mhz;
+};
+
+// How many passes make about `wanted_ms`, at least two.
+std::int64_t passes_for(double wanted_ms, double estimate_ms);
+inline constexpr double kIdleMs = 120, kWindowMs = 24, kLoadMs = 170;
+
+// Something that runs in turns with others, and is timed.
+struct TimedRun {
+  std::string name;  // "moxie", "moxie zero_copy", "gemm_only", ...
+  std::function<Timing(BenchMode)> measure;
+};
+
+class BenchTarget {
+ public:
+  virtual ~BenchTarget() = default;
+  // One pass of the variant that is checked; returns when y is there.
+  virtual void run_once() = 0;
+  // The layer itself first ("moxie"), then its variants that this backend has.
+  virtual std::vector<TimedRun> timed_runs() = 0;
+  virtual void copy_to_host(void* to, const void* from, std::size_t num_bytes) const = 0;
+  virtual std::optional<std::int64_t> count_launches() = 0;  // kernels per pass and GPU
+  virtual Plan plan() const = 0;
+
+  Problem problem;
+  std::vector<RankTensors> routes;     // [R] expert_ids and route_weights on the host
+  std::vector<ForwardInput> inputs;    // [R] where the layer finds them
+  std::vector<ForwardOutput> outputs;  // [R]
+};
+
+std::unique_ptr<BenchTarget> make_cpu_target(const Scenario& scenario, const BenchShape& shape);
+std::unique_ptr<BenchTarget> make_cuda_target(const Scenario& scenario, const BenchShape& shape);
+
+// The largest relative L2 error of y over sampled tokens of every rank, against FP64 loops on the
+// host. Only the experts that these tokens need are brought there.
+double max_relative_l2(const BenchTarget& target, std::int64_t tokens_per_rank);
+
+}  // namespace moxie::cli
