@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <array>
+#include <string>
+#include <vector>
 
 #include "moxie/backend_cuda/cuda_memory.h"
 
@@ -49,10 +51,6 @@ __global__ void probe_kernel(unsigned long long* out /* [num_sms, 2] */) {
   out[2 * smid + 1] = now_ns;
 }
 constexpr int kProbeSharedBytes = 160 * 1024;  // one CTA per SM, so that every SM is probed
-
-std::string cuda_version(int version) {
-  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-}
 
 int num_sms_of(int device) {
   int num_sms = 0;
@@ -183,26 +181,6 @@ std::optional<std::int64_t> GpuTimer::count_kernels(const std::function<void()>&
   }
   if (graph != nullptr) cudaGraphDestroy(graph);
   return num_kernels;
-}
-
-GpuMachine describe_gpus() {
-  GpuMachine machine;
-  check_cuda(cudaGetDeviceCount(&machine.num_gpus), "counting the GPUs");
-  cudaDeviceProp properties{};
-  check_cuda(cudaGetDeviceProperties(&properties, 0), "reading GPU properties");
-  machine.name = properties.name;
-  machine.num_sms = properties.multiProcessorCount;
-  int driver = 0, runtime = 0;
-  check_cuda(cudaDriverGetVersion(&driver), "reading the driver's version");
-  check_cuda(cudaRuntimeGetVersion(&runtime), "reading the runtime's version");
-  machine.driver_cuda = cuda_version(driver);
-  machine.runtime_cuda = cuda_version(runtime);
-  for (int device = 0; device < machine.num_gpus; ++device) {
-    char id[32] = {};
-    check_cuda(cudaDeviceGetPCIBusId(id, sizeof id, device), "reading a PCI bus id");
-    machine.pci_bus_ids.push_back(id);
-  }
-  return machine;
 }
 
 }  // namespace moxie::bench

@@ -7,8 +7,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
-#include <vector>
 
 namespace moxie::bench {
 
@@ -57,13 +55,5 @@ class GpuTimer {
   struct State;
   std::unique_ptr<State> state_;
 };
-
-struct GpuMachine {
-  std::string name;  // of GPU 0
-  int num_gpus = 0, num_sms = 0;
-  std::string driver_cuda, runtime_cuda;  // "13.0"
-  std::vector<std::string> pci_bus_ids;   // as NVML takes them
-};
-GpuMachine describe_gpus();
 
 }  // namespace moxie::bench

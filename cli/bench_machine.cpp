@@ -5,9 +5,7 @@
 #include <memory>
 
 #include "cli/files.h"
-#if MOXIE_HAS_CUDA
-#include "bench/layer_gpu.h"
-#endif
+#include "cli/gpus.h"
 
 namespace moxie::cli {
 namespace {
@@ -30,19 +28,18 @@ std::string in_single_quotes(const std::string& text) {
 
 }  // namespace
 
-BenchMachine bench_machine([[maybe_unused]] BackendKind backend) {
-#if MOXIE_HAS_CUDA
-  if (backend == BackendKind::cuda) {
-    const bench::GpuMachine gpus = bench::describe_gpus();
-    return {{{"gpu", gpus.name},
-             {"gpus", gpus.num_gpus},
-             {"sms", gpus.num_sms},
-             {"driver_cuda", gpus.driver_cuda},
-             {"cuda", gpus.runtime_cuda}},
-            gpus.pci_bus_ids};
-  }
-#endif
-  return {machine_json(), {}};
+BenchMachine bench_machine(BackendKind backend) {
+  if (backend == BackendKind::cpu) return {machine_json(), {}};
+  const GpuMachineInfo info = examine_gpus();
+  BenchMachine machine;
+  for (const GpuInfo& gpu : info.gpus) machine.pci_bus_ids.push_back(gpu.pci_bus_id);
+  machine.record = {{"gpu", info.gpus.at(0).name},
+                    {"gpus", info.gpus.size()},
+                    {"sms", info.gpus[0].num_sms.value_or(0)},
+                    {"driver", info.driver_version},
+                    {"driver_cuda", info.driver_cuda.value_or("")},
+                    {"cuda", info.runtime_cuda.value_or("")}};
+  return machine;
 }
 
 Json source_commit() {

@@ -29,7 +29,7 @@ TEST_F(CliBench, TheSmokeScenarioRunsAndItsRowsAreWhole) {
   EXPECT_NE(result.out.find("tail-tiles"), std::string::npos) << result.out;
   const auto json = nlohmann::json::parse(read("r.json"));
   EXPECT_EQ(json["commit"], "abc");
-  EXPECT_EQ(json["argv"].size(), 10u);
+  EXPECT_EQ(json["argv"].size(), 11u);
   EXPECT_EQ(json["scenario"]["seed"], 1);
   EXPECT_TRUE(json["machine"]["cores"].is_number());
   ASSERT_EQ(json["rows"].size(), 2u);

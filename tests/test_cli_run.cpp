@@ -186,7 +186,14 @@ TEST_F(CliRun, PresetsAndDoctor) {
   EXPECT_EQ(doctor.code, 0) << doctor.err;
   for (const char* word : {"cores", "GEMM", "CUDA", "environment"})
     EXPECT_NE(doctor.out.find(word), std::string::npos) << word;
-  EXPECT_TRUE(nlohmann::json::parse(moxie("doctor --json").out)["findings"].is_array());
+  const auto json = nlohmann::json::parse(moxie("doctor --json").out);
+  EXPECT_TRUE(json["findings"].is_array());
+  for (const auto& finding : json["findings"])  // what is missing says what it disables
+    EXPECT_EQ(finding["ok"].get<bool>(), finding["consequence"] == "") << finding;
+  EXPECT_EQ(json["cuda"]["nccl_needed"], "2.28.0");
+  EXPECT_TRUE(json["cuda"]["gpus"].is_array());
+  const bool built = json["cuda"]["built_with_cuda"];
+  EXPECT_EQ(doctor.out.find("built without CUDA") == std::string::npos, built) << doctor.out;
 }
 
 }  // namespace

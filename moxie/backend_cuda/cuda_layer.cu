@@ -283,6 +283,7 @@ void CudaLayer::clear_counters() {
     clear(common_.workspace.pass_count);
     clear(common_.workspace.counters);
     clear(common_.cuda_workspace.words);
+    clear(common_.cuda_workspace.pulled);  // epochs begin anew
     const DeviceGuard guard(backend_.device_of(r));
     check_cuda(
         cudaDeviceSynchronize(),

@@ -36,6 +36,7 @@ struct PassReport {
 struct CudaWorkspaceLayout {
   pipeline::Region sort_counts;  // i32 [kMaxSortCtas, E]
   pipeline::Region result;       // ScheduleResult
+  pipeline::Region pulled;       // u64 [R, T_max] of dispatch, where a token is pulled once
   pipeline::Region words;        // PassWords [2]: two banks, like the counters
   std::int64_t num_bytes = 0;
 };
@@ -48,12 +49,18 @@ struct PassWords {
   std::uint32_t num_placed;   // CTAs whose routes are placed and shared rows weighed
   std::uint32_t bad_route;    // see RouteSort
 };
+// A token crosses the link once where the ring keeps the rows of the whole pass.
+inline bool pulls_once(const Problem& p, const Plan& plan) {
+  return plan.dispatch == DispatchMode::pull && p.num_ranks > 1 &&
+         plan.x_ring_blocks >= plan.capacity_rows / pipeline::kBlockRows;
+}
 inline CudaWorkspaceLayout cuda_workspace_layout(const Problem& p, const Plan& plan) {
   pipeline::RegionPacker pack;
   pack.rewind(align_up(pipeline::workspace_layout(p, plan).num_bytes, pipeline::kRegionAlign));
   CudaWorkspaceLayout l;
   l.sort_counts = pack.take(schedule::kMaxSortCtas * p.num_experts * 4);
   l.result = pack.take(sizeof(ScheduleResult));
+  l.pulled = pack.take(pulls_once(p, plan) ? p.num_ranks * p.max_tokens * 8 : 0);
   l.words = pack.take(2 * sizeof(PassWords));
   l.num_bytes = pack.end();
   return l;

@@ -387,6 +387,11 @@ __device__ __forceinline__ bool read_schedule(const ForwardCommon& common, const
                   rank.x,
                   heap_at<uint64_t>(common, rank.me, common.heap.x_staged),
                   pipeline::make_signal(state.epoch),
+                  common.cuda_workspace.pulled.num_bytes > 0
+                      ? at<uint64_t>(rank, common.cuda_workspace.pulled)
+                      : nullptr,
+                  common.problem.max_tokens,
+                  static_cast<uint32_t>(state.epoch),
                   common.keep_x[rank.me.v],
                   common.saved_blocks,
                   common.plan.x_ring_blocks,

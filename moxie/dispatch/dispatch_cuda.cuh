@@ -33,6 +33,12 @@ struct Pull {
   const bf16* own_x;             // [T, H] where the caller keeps it
   const uint64_t* x_staged;      // [R] when the heap of another rank can be read: this word or more
   uint64_t staged_word;
+  // [R, T_max] (epoch, row of the ring) of a token of another rank that lies here already: it
+  // crosses the link once, the rows for other experts are copied from there. An older pass's word
+  // says nothing. Null: the ring does not keep all rows of the pass.
+  uint64_t* pulled;
+  int64_t max_tokens;
+  uint32_t epoch;
   bf16* keep_x;  // [saved_blocks * 128, H] context, or null
   int64_t saved_blocks, x_ring_blocks, minibatch_blocks, fc1_tiles, hidden, top_k;
   uint32_t* x_ready;         // [groups]
@@ -132,21 +138,37 @@ __device__ __forceinline__ void copy_quarter(const uint4* const (&source)[kQuart
 struct Quarter {
   int32_t block, begin, num_rows;
   int32_t to;           // push: the destination
-  bool is_remote;       // pull: row lane comes from another rank
+  bool is_remote;       // pull: row lane comes from another rank, across the link
+  int32_t token;        // then: its place in Pull::pulled
   const uint4* source;  // of row lane, or null
 };
+
+// Row lane, of another rank: from where it was pulled to for another expert, if it was.
+__device__ __forceinline__ void find_pulled(const Pull& p, const RowsSlot& slot, int32_t lane_idx,
+                                            Quarter& q) {
+  q.token = static_cast<int32_t>(slot.rank[lane_idx] * p.max_tokens +
+                                 slot.route[lane_idx] / static_cast<int32_t>(p.top_k));
+  // Written by note_rows(): the row is whole.
+  const uint64_t word =
+      device::load_acquire<uint64_t, cuda::thread_scope_device>(p.pulled + q.token);
+  if (word >> 32 != p.epoch) return;
+  q.is_remote = false;
+  q.source =
+      reinterpret_cast<const uint4*>(p.x_ring) + static_cast<uint32_t>(word) * (p.hidden / 8);
+}
 
 // Takes the origins that look_up() has brought, writes them down and leaves the slot free.
 __device__ __forceinline__ Quarter take(const Pull& p, const RowsSlot& slot, int32_t lane_idx) {
   __pipeline_wait_prior(0);
   __syncwarp();  // what the other lanes looked up
-  Quarter q{slot.block, slot.begin, slot.num_rows, 0, false, nullptr};
+  Quarter q{slot.block, slot.begin, slot.num_rows, 0, false, 0, nullptr};
   if (lane_idx < q.num_rows) {
     q.is_remote = slot.rank[lane_idx] != p.table->me.v;
     const int64_t row =
         p.table->routed_idx(BlockId{q.block}) * pipeline::kBlockRows + q.begin + lane_idx;
     p.origins[row] = {slot.rank[lane_idx], slot.route[lane_idx], slot.weight[lane_idx]};
     q.source = source_of(p, slot.rank[lane_idx], slot.route[lane_idx]);
+    if (q.is_remote && p.pulled != nullptr) find_pulled(p, slot, lane_idx, q);
   }
   __syncwarp();  // all have read the slot
   return q;
@@ -205,6 +227,15 @@ __device__ __forceinline__ void copy_rows(const Pull& p, const Quarter& q, int32
   for (int32_t c = lane_idx; c < q.num_rows * num_chunks; c += 32) keep[c] = to[c];
 }
 
+// Every lane, after every lane's rows: where they can be copied from now.
+__device__ __forceinline__ void note_rows(const Pull& p, const Quarter& q, int32_t lane_idx) {
+  if (!q.is_remote || p.pulled == nullptr) return;
+  const int64_t row =
+      p.table->routed_idx(BlockId{q.block}) * pipeline::kBlockRows + q.begin + lane_idx;
+  cuda::atomic_ref<uint64_t, cuda::thread_scope_device>(p.pulled[q.token])
+      .store(uint64_t{p.epoch} << 32 | static_cast<uint32_t>(row), cuda::memory_order_release);
+}
+
 // One lane, after every lane's rows and origins: to FC1 and combine of this rank.
 __device__ __forceinline__ void count_rows(const Pull& p, const Quarter& q) {
   device::add_release_gpu(
@@ -255,6 +286,7 @@ __device__ __forceinline__ int32_t move_quarters(const Way& p, RowsSlot& slot, R
       // This lane's stores, to tensor copies of any SM that follow the counter.
       cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
       __syncwarp();
+      note_rows(p, q, lane_idx);
       if (lane_idx == 0) {
         count_rows(p, q);
         recorder.add_dispatch(begin_ns, q.block, q.begin);

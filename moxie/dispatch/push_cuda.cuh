@@ -61,7 +61,7 @@ __device__ __forceinline__ void look_up(const Push& p, int32_t quarter, int32_t 
 __device__ __forceinline__ Quarter take(const Push& p, const RowsSlot& slot, int32_t lane_idx) {
   __pipeline_wait_prior(0);
   __syncwarp();  // what the other lanes looked up
-  Quarter q{slot.block, slot.begin, slot.num_rows, slot.rank[0], false, nullptr};
+  Quarter q{slot.block, slot.begin, slot.num_rows, slot.rank[0], false, 0, nullptr};
   if (lane_idx < q.num_rows) {
     const int32_t route = slot.route[lane_idx];
     p.at<pipeline::RowOrigin>(
@@ -105,6 +105,8 @@ __device__ __forceinline__ void copy_rows(const Push& p, const Quarter& q, int32
   if (keep == nullptr || q.block >= p.saved_blocks) return;
   copy_quarter(source, at(keep, q.block), num_chunks, lane_idx);
 }
+
+__device__ __forceinline__ void note_rows(const Push&, const Quarter&, int32_t) {}
 
 // One lane, after every lane's rows: to FC1 and combine of the destination, maybe on another GPU.
 __device__ __forceinline__ void count_rows(const Push& p, const Quarter& q) {

@@ -2,6 +2,7 @@
 #include <map>
 #include <set>
 
+#include "moxie/pipeline/tiles.h"
 #include "tests/gpu/device_case.h"
 
 namespace moxie::test {
