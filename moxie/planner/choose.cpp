@@ -131,7 +131,7 @@ PlanChoice choose_plan(const PlanRequest& request, const Machine& machine) {
   choice.backward_bounds =
       bounds(p, choice.chosen.plan, search.load(), machine, Direction::backward);
   choice.notes = plan_notes(request, machine, choice);
-  choice.why = explain(request, machine, choice, effects);
+  choice.why = explain(request, choice, effects);
   return choice;
 }
 
