@@ -19,5 +19,6 @@ Verb add_presets(CLI::App& app);
 Verb add_doctor(CLI::App& app);
 Verb add_trace(CLI::App& app);
 Verb add_plan(CLI::App& app);
+Verb add_simulate(CLI::App& app);
 
 }  // namespace moxie::cli

@@ -79,8 +79,7 @@ Bounds bounds(const Problem& p, const Plan& plan, const RankLoad& load, const Ma
   // One direction of the port: rows come in on it, or pieces leave on it, with the other's
   // acknowledgements; dispatch in and combine in are different ranks' rows, equal on average.
   b.link_ms = load.link * wire * 1e-6 / m[Field::link_raw_gbps];
-  b.network_ms =
-      std::max(b.network_ms, load.network * row * (tensors + 1) * 1e-6 / m[Field::network_gbps]);
+  b.network_ms = load.network * row * (tensors + 1) * 1e-6 / m[Field::network_gbps];
   return b;
 }
 

@@ -8,6 +8,7 @@
 #include "moxie/core/problem.h"
 #include "moxie/pipeline/tasks.h"
 #include "moxie/planner/device.h"
+#include "moxie/planner/simulate.h"
 
 namespace moxie::planner {
 
@@ -18,19 +19,25 @@ struct TileCost {
 
 struct CostModel {
   double elem = 2;                // bytes of a stored element
+  double weight_elem = 2;         // ... of a weight
   double flops_per_cycle = 4096;  // of one SM, in the storage type
   double overhead = 0;            // cycles per tile
   double hidden = 0;              // H
   bool fused_activation = true;
 
-  static CostModel make(const Problem& p, const Machine& m, bool fused_activation) {
+  static CostModel make(const Problem& p, const Machine& m, const Mechanisms& mechanisms) {
     CostModel c;
     c.elem = static_cast<double>(size_bytes(p.dtype));
     c.flops_per_cycle = m[Field::bf16_flops_per_sm_clock];
     if (p.dtype == DType::f32) c.flops_per_cycle /= 2;  // as if TF32
     c.overhead = m[Field::tile_overhead_cycles];
     c.hidden = static_cast<double>(p.hidden);
-    c.fused_activation = fused_activation;
+    c.fused_activation = mechanisms.fused_activation;
+    c.weight_elem = c.elem;
+    if (mechanisms.mxfp8) {
+      c.flops_per_cycle = m[Field::fp8_flops_per_sm_clock];
+      c.weight_elem = 33.0 / 32;
+    }
     return c;
   }
 
@@ -46,8 +53,8 @@ struct CostModel {
     const double cols = 2 * pipeline::kFc1TileCols, n = static_cast<double>(rows);
     const double tiles = static_cast<double>(pipeline::num_fc1_tiles(width));
     TileCost c{product(rows, cols, hidden) + overhead, 0};
-    c.bytes = elem * (cols * hidden / static_cast<double>(sharers) + n * hidden / tiles +
-                      n * pipeline::kFc1TileCols);
+    c.bytes = weight_elem * cols * hidden / static_cast<double>(sharers) +
+              elem * (n * hidden / tiles + n * pipeline::kFc1TileCols);
     if (save_z) c.bytes += elem * n * cols;
     if (!fused_activation) c.bytes += 2 * elem * n * cols;
     return c;
@@ -58,7 +65,7 @@ struct CostModel {
     const double tiles =
         static_cast<double>(pipeline::num_fc2_tiles(static_cast<std::int64_t>(hidden)));
     return {product(rows, cols, k) + overhead,
-            elem * (cols * k / static_cast<double>(sharers) + n * k / tiles)};
+            weight_elem * cols * k / static_cast<double>(sharers) + elem * n * k / tiles};
   }
   // dA' = dY Wd over 128 columns of I; z remade where it was not saved
   TileCost dgrad(std::int64_t rows, std::int64_t width, std::int64_t sharers, bool has_z) const {

@@ -70,7 +70,7 @@ std::vector<NamedGb> context_gb(const Problem& p, const Plan& plan) {
   return list;
 }
 
-std::string explain(const PlanRequest& request, const Machine&, const PlanChoice& choice,
+std::string explain(const PlanRequest& request, const PlanChoice& choice,
                     std::vector<KnobEffect> effects) {
   std::string text;
   if (request.passes != Passes::backward)

@@ -20,7 +20,7 @@ struct KnobEffect {
   std::string change;
   double slower = 0;
 };
-std::string explain(const PlanRequest& request, const Machine& machine, const PlanChoice& choice,
+std::string explain(const PlanRequest& request, const PlanChoice& choice,
                     std::vector<KnobEffect> effects);
 std::vector<std::string> plan_notes(const PlanRequest& request, const Machine& machine,
                                     const PlanChoice& choice);

@@ -126,7 +126,7 @@ Process Simulation::push_rows(Worker& w) {
                     unit.dest);
     }
     const Time begin = now_;
-    double bytes = static_cast<double>(unit.rows) * row_bytes_;
+    double bytes = static_cast<double>(unit.rows) * dispatch_row_bytes(dest, b);
     if (!dest.fresh.empty()) {
       const auto e = static_cast<std::size_t>(dest.block_expert[static_cast<std::size_t>(b.v)]);
       bytes *= dest.fresh[static_cast<std::size_t>(r.me.v * dest.table.num_experts) + e];

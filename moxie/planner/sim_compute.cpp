@@ -47,8 +47,9 @@ Process Simulation::wait_for_task(Worker& w, const Task& task, std::int64_t tick
   const bool shared = task.kind != TaskKind::wgrad && r.table.is_shared(task.block);
   const std::int64_t width = shared ? problem_.shared.intermediate : problem_.intermediate;
   if (options_.mechanisms.wave_barrier) {
-    const std::int64_t kind = static_cast<std::int64_t>(task.kind),
-                       band = r.table.routed_idx(task.block) / plan_.band_blocks;
+    const std::int64_t kind = static_cast<std::int64_t>(task.kind);
+    const std::int64_t band = shared ? -1 - task.block.v / plan_.band_blocks
+                                     : r.table.routed_idx(task.block) / plan_.band_blocks;
     if (kind != r.wave_kind || band != r.wave_band) {
       r.wave_kind = kind;
       r.wave_band = band;

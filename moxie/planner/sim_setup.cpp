@@ -1,9 +1,8 @@
 // Before the clock starts: every rank's tables (the ones its schedule builds), what its blocks are
-// made of, and how much the power limit stretches its products.
+// made of, and who works. What tasks cost is in sim_prices.cpp.
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <numeric>
 
 #include "moxie/core/error.h"
 #include "moxie/planner/sim_state.h"
@@ -21,7 +20,7 @@ Simulation::Simulation(const Problem& problem, const Plan& plan, const RoutingCo
       routing_(routing),
       machine_(machine),
       options_(options),
-      cost_(CostModel::make(problem, machine, options.mechanisms.fused_activation)),
+      cost_(CostModel::make(problem, machine, options.mechanisms)),
       pull_(pull_wire(machine)),
       push_(push_wire(machine)),
       row_bytes_(static_cast<double>(problem.hidden * size_bytes(problem.dtype))),
@@ -157,130 +156,6 @@ void Simulation::mirror_pushes(RankState& r) {
                                     pipeline::kDispatchUnitRows, s.rows - row))});
     }
   }
-}
-
-bool Simulation::z_saved(const RankState& r, BlockId b) const {
-  if (plan_.save == SavePolicy::none) return false;
-  return r.table.is_shared(b) || r.table.routed_idx(b) < plan_.saved_rows / kBlockRows;
-}
-
-// Bytes dispatch moves for one row of a block: x, or dY and, unless saved, x.
-double Simulation::dispatch_row_bytes(const RankState& r, BlockId b) const {
-  if (forward()) return row_bytes_;
-  const bool x_saved = plan_.save == SavePolicy::z_and_x && z_saved(r, b);
-  return x_saved ? row_bytes_ : 2 * row_bytes_;
-}
-
-// Blocks of the same expert that share a band (backward: a chunk), and so its weights in cache.
-std::int64_t Simulation::sharers(const RankState& r, BlockId b) const {
-  Range band;
-  if (forward()) {
-    const std::int64_t first = r.table.is_shared(b) ? 0 : r.table.shared_blocks;
-    const std::int64_t last = r.table.is_shared(b) ? r.table.shared_blocks : r.table.num_blocks;
-    band.begin = first + (b.v - first) / plan_.band_blocks * plan_.band_blocks;
-    band.end = std::min<std::int64_t>(band.begin + plan_.band_blocks, last);
-  } else {
-    band = r.backward.chunks.blocks(r.backward.chunks.chunk_of(b));
-  }
-  if (!r.table.is_shared(b)) {
-    const auto e = static_cast<std::size_t>(r.block_expert[static_cast<std::size_t>(b.v)]);
-    band.begin = std::max<std::int64_t>(band.begin, r.expert_block[e]);
-    band.end = std::min<std::int64_t>(band.end, r.expert_block[e + 1]);
-  }
-  return std::max<std::int64_t>(1, band.size());
-}
-
-// What every task of a kind costs, once per block and chunk.
-void Simulation::price_tasks(RankState& r) {
-  using pipeline::Task;
-  using pipeline::TaskKind;
-  for (std::int64_t b = 0; b < r.table.num_blocks; ++b) {
-    const BlockId block{b};
-    const bool shared = r.table.is_shared(block);
-    r.lead_tiles.push_back(static_cast<std::uint32_t>(
-        pipeline::num_fc1_tiles(shared ? problem_.shared.intermediate : problem_.intermediate)));
-    r.lead_cost.push_back(
-        task_cost(r, Task{forward() ? TaskKind::fc1 : TaskKind::dgrad, block, 0, 0}));
-    r.trail_cost.push_back(
-        task_cost(r, Task{forward() ? TaskKind::fc2 : TaskKind::dx, block, 0, 0}));
-  }
-  if (forward()) return;
-  for (std::int64_t c = 0; c < r.backward.chunks.num_chunks; ++c) {
-    const Range blocks = r.backward.chunks.blocks(c);
-    r.chunk_rows.push_back(
-        std::accumulate(r.block_rows.begin() + blocks.begin, r.block_rows.begin() + blocks.end, 0));
-  }
-}
-
-TileCost Simulation::known_cost(const RankState& r, const pipeline::Task& task) const {
-  const auto b = static_cast<std::size_t>(task.block.v);
-  switch (task.kind) {
-    case pipeline::TaskKind::fc1:
-    case pipeline::TaskKind::dgrad: return r.lead_cost[b];
-    case pipeline::TaskKind::fc2:
-    case pipeline::TaskKind::dx: return r.trail_cost[b];
-    case pipeline::TaskKind::wgrad: break;
-  }
-  const auto& chunks = r.backward.chunks;
-  return cost_.wgrad(r.chunk_rows[static_cast<std::size_t>(task.chunk)],
-                     r.backward.wgrad_of(task.chunk).tile(task.tile),
-                     chunks.first_of_expert(task.chunk), chunks.last_of_expert(task.chunk));
-}
-
-TileCost Simulation::task_cost(const RankState& r, const pipeline::Task& task) const {
-  const auto b = static_cast<std::size_t>(task.block.v);
-  const bool shared = r.table.is_shared(task.block);
-  const std::int64_t width = shared ? problem_.shared.intermediate : problem_.intermediate;
-  const std::int64_t rows = r.block_rows[b], same = sharers(r, task.block);
-  switch (task.kind) {
-    case pipeline::TaskKind::fc1: return cost_.fc1(rows, width, same, z_saved(r, task.block));
-    case pipeline::TaskKind::fc2: return cost_.fc2(rows, width, same);
-    case pipeline::TaskKind::dgrad: return cost_.dgrad(rows, width, same, z_saved(r, task.block));
-    default: return cost_.dx(rows, width, same);
-  }
-}
-
-double Simulation::gemm_cycles(const RankState& r) const {
-  double cycles = 0;
-  const auto fc2_tiles = static_cast<double>(pipeline::num_fc2_tiles(problem_.hidden));
-  for (std::size_t b = 0; b < r.lead_cost.size(); ++b)
-    cycles += r.lead_tiles[b] * r.lead_cost[b].cycles + fc2_tiles * r.trail_cost[b].cycles;
-  for (std::int64_t c = 0; !forward() && c < r.backward.chunks.num_chunks; ++c) {
-    pipeline::Task task{pipeline::TaskKind::wgrad, BlockId{}, c, 0};
-    cycles += static_cast<double>(r.backward.wgrad_of(c).size()) * known_cost(r, task).cycles;
-  }
-  return cycles;
-}
-
-// What moves beside the products: rows in, pieces out, pieces merged.
-double Simulation::moved_bytes(const RankState& r) const {
-  double dispatched = 0, others = 0;
-  for (std::int64_t b = r.table.shared_blocks; b < r.table.num_blocks; ++b) {
-    const double n = r.block_rows[static_cast<std::size_t>(b)];
-    dispatched += n * dispatch_row_bytes(r, BlockId{b});
-    others += n * row_bytes_ * (combine_by_comm() ? 3 : 2);
-    if (!options_.mechanisms.fused_activation)
-      others += n * 4 * static_cast<double>(problem_.intermediate) * cost_.elem;
-  }
-  if (!r.fresh.empty()) {
-    const double fresh = std::accumulate(r.fresh.begin(), r.fresh.end(), 0.0);
-    dispatched *= fresh / static_cast<double>(r.fresh.size());
-  }
-  return dispatched + others;
-}
-
-// A power-limited GPU lowers its clock when bytes move beside the products. Stages that run one
-// after another do not share the power.
-void Simulation::judge_power(RankState& r) {
-  const double cycle_ps = 1e6 / machine_.clock_mhz;
-  r.cycle_ps = cycle_ps;
-  if (split() || !gpu()) return;
-  const double ctas =
-      static_cast<double>(machine_.num_sms() - options_.reserve_sms - plan_.comm_workers);
-  const double gemm_ms = gemm_cycles(r) / ctas * cycle_ps * 1e-9;
-  if (gemm_ms <= 0) return;
-  r.stretch = 1 + machine_[Field::moved_ms_per_gb] * moved_bytes(r) * 1e-9 / gemm_ms;
-  r.cycle_ps = cycle_ps * r.stretch;
 }
 
 void Simulation::add_workers(RankState& r) {

@@ -99,7 +99,7 @@ class Simulation {
   SimResult run();
 
  private:
-  // sim_setup.cpp
+  // sim_setup.cpp, sim_prices.cpp
   void build_rank(std::int64_t r);
   void build_sources(RankState& r);
   void build_push(RankState& r);
@@ -113,7 +113,7 @@ class Simulation {
   TileCost task_cost(const RankState& r, const pipeline::Task& task) const;
   TileCost known_cost(const RankState& r, const pipeline::Task& task) const;
 
-  // sim_roles: one program per worker
+  // simulate.cpp, sim_comm.cpp, sim_compute.cpp: one program per worker
   Process program(Worker& w);
   Process run_fused(Worker& w);
   Process run_split(Worker& w);

@@ -65,6 +65,14 @@ Process Simulation::run_split(Worker& w) {
   for (const std::int64_t end : ends) {
     co_await compute_tiles(w, end);
     co_await end_phase(w, phase++);
+    // Activation as a kernel of its own: reads gate and up, writes hidden.
+    if (options_.mechanisms.fused_activation || !forward() || end != ends[2]) continue;
+    const double rows = static_cast<double>(
+        std::accumulate(r.block_rows.begin() + r.table.shared_blocks, r.block_rows.end(), 0));
+    const double bytes = 3 * rows * static_cast<double>(problem_.intermediate) * cost_.elem;
+    const Time begin = now_;
+    co_await sleep(w, now_ + static_cast<Time>(bytes * r.memory.ps_per_byte));
+    used(w, Use::gemm, begin);
   }
   if (combine_by_comm()) {
     for (std::int64_t s = 0; s < num_slabs(); ++s) co_await combine_slab(w, s);

@@ -29,8 +29,10 @@ enum class Workers : std::int32_t {
 struct Mechanisms {
   bool dedupe = false;  // dispatch moves a token once per (token, rank), not once per route
   bool fused_activation = true;  // false: gate and up make a round trip through memory
-  bool wave_barrier = false;     // all CTAs of a rank meet after each band's FC1 and FC2, as in
-                                 // kernels that hand over whole minibatches
+  bool mxfp8 = false;  // products at the FP8 rate, weights and dispatched rows in one byte (and a
+                       // scale per 32) an element
+  bool wave_barrier = false;  // all CTAs of a rank meet after each band's FC1 and FC2, as in
+                              // kernels that hand over whole minibatches
   friend bool operator==(const Mechanisms&, const Mechanisms&) = default;
 };
 
