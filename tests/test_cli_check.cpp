@@ -1,8 +1,9 @@
 // Does the judge of `moxie run --check` judge? Right results pass; one wrong row, column or number
-// in any tensor fails. The program is no library, so the two files in question are compiled in
+// in any tensor fails. The program is no library, so the files in question are compiled in
 // here.
-#include "cli/check.cpp"    // NOLINT
-#include "cli/tensors.cpp"  // NOLINT
+#include "cli/check.cpp"           // NOLINT
+#include "cli/device_tensors.cpp"  // NOLINT
+#include "cli/tensors.cpp"         // NOLINT
 
 #include <gtest/gtest.h>
 

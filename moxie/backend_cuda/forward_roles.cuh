@@ -266,11 +266,14 @@ __device__ __forceinline__ void say_dispatched(ForwardState& state) {
     device::mbarrier_arrive_cluster(device::mapa(&state.dispatched, 0));
   }
 }
-// A consumer warp of a dedicated CTA. A function of its own: inlined before the GEMM loop it costs
-// that loop a register, which it does not have.
+// A consumer warp before its first tile, whose rows are on the way: what is left of staging, and in
+// a dedicated CTA dispatch. A function of its own: inlined before the GEMM loop it costs that loop
+// a register, which it does not have.
 template <int kClusterSize>
-__device__ __noinline__ void dispatch_first(const ForwardCommon& common, const RankParams& rank,
-                                            ForwardState& state, const DispatchTeam& team) {
+__device__ __noinline__ void work_before_tiles(const ForwardCommon& common, const RankParams& rank,
+                                               ForwardState& state, DispatchTeam team) {
+  if (common.phases & kStagePhase) stage_tokens(common, rank, state, StageUntil::done);
+  if (!team.has(state.cta) || !team.is_dedicated()) return;
   dispatch_rows(common, rank, state, team);
   say_dispatched<kClusterSize>(state);
 }

@@ -109,9 +109,7 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
     return_rows(common, rank, state);
   } else {
     device::setmaxnreg_inc<ForwardConfig<kClusterSize>::kConsumerRegisters>();
-    // Their first rows are on the way: time for what is left of staging.
-    if (common.phases & kStagePhase) stage_tokens(common, rank, state, StageUntil::done);
-    if (is_dedicated) dispatch_first<kClusterSize>(common, rank, state, team);
+    work_before_tiles<kClusterSize>(common, rank, state, team);
     if (multiplies) expert::multiply_tiles<kClusterSize>(gemm, shared);
     return_rows(common, rank, state);
   }

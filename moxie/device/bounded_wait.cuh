@@ -1,10 +1,10 @@
 // Waits that end: every spin of a kernel goes through bounded_wait.
 //
-// A wait that expires does not trap. The first one to expire claims the abort flag and writes a
-// record the host can read; all other waits see the flag within about a millisecond and give up
-// too, the first one of each rank with a record of its own, so every role runs to its end. Time
-// comes from globaltimer: limits by poll count did not fire for minutes. Cost of a wait that
-// succeeds at once: the one instruction that tests it.
+// A wait that expires does not trap. It writes a record the host can read and raises the abort
+// flag; all other waits see the flag within about a millisecond and give up too, the first one of
+// each other rank with a record of its own, so every role runs to its end. Time comes from
+// globaltimer: limits by poll count did not fire for minutes. Cost of a wait that succeeds at once:
+// the one instruction that tests it.
 #pragma once
 
 #include <cstdint>
@@ -34,8 +34,7 @@ struct WaitLimits {
   uint64_t limit_ns;     // 0: wait for ever
   uint32_t rank;
   uint32_t epoch;
-  uint32_t* claim = nullptr;  // device memory, 0 before the launch: whose is the rank's record?
-                              // Null: there is one record, of the wait that set the abort flag
+  uint32_t* claim;  // device memory, 0 before the launch; then 1: the rank's record has an owner
 };
 
 struct WaitTarget {
@@ -46,11 +45,6 @@ struct WaitTarget {
 
 inline constexpr int kFreeTries = 32;                    // before the timer is read at all
 inline constexpr uint64_t kAbortPollAfter_ns = 1000000;  // before the abort flag is read
-
-// Sets the abort flag; true for the first. System scope: the flag may lie on another GPU.
-__device__ inline bool raise_abort(const WaitLimits& limits) {
-  return atomicCAS_system(limits.abort_flag, 0u, limits.rank + 1) == 0u;
-}
 
 __device__ inline void write_record(const WaitLimits& limits, const WaitTarget& target,
                                     uint32_t told_by, uint64_t seen, uint64_t waited_ns) {
@@ -69,18 +63,13 @@ __device__ inline void write_record(const WaitLimits& limits, const WaitTarget& 
   record->written = 1;
 }
 
-// `abort` is what the wait saw in the abort flag: not 0, it was called off.
+// `abort` is what the wait saw in the abort flag: not 0, it was called off. The flag is raised
+// last, so that none of the rank's waits that are called off claims the record first.
 __device__ inline void report_wait(const WaitLimits& limits, const WaitTarget& target,
                                    uint32_t abort, uint64_t seen, uint64_t waited_ns) {
-  if (limits.claim == nullptr) {
-    if (abort == 0 && raise_abort(limits) && limits.record != nullptr)
-      write_record(limits, target, 0, seen, waited_ns);
-    return;
-  }
   if (atomicCAS(limits.claim, 0u, 1u) == 0u && limits.record != nullptr)
     write_record(limits, target, abort, seen, waited_ns);
-  // Last, so that none of the rank's waits that are called off claims the record first.
-  if (abort == 0) raise_abort(limits);
+  if (abort == 0) atomicCAS_system(limits.abort_flag, 0u, limits.rank + 1);
 }
 
 // Spins until ready() is true. False: the wait expired, or another one did. `seen` is called only

@@ -51,8 +51,8 @@ class GroupedGemmWorkspace {
   GroupedGemmWorkspace(const GroupedGemmWorkspace&) = delete;
   GroupedGemmWorkspace& operator=(const GroupedGemmWorkspace&) = delete;
 
-  uint32_t* words() const { return words_; }               // device: {next, num_done, abort flag}
-  device::ExpiredWait* record() const { return record_; }  // pinned host memory
+  uint32_t* words() const { return words_; }  // device: {next, num_done, abort flag, claim}
+  device::ExpiredWait* record() const { return record_; }                // pinned host memory
   device::ExpiredWait* device_record() const { return device_record_; }  // the same, GPU address
 
  private:

@@ -52,6 +52,8 @@ __device__ __forceinline__ bool read_tile(Shared& shared, const RingPosition<kNu
                           : device::mbarrier_wait_cluster(full, at.parity(), limits, target);
   if (!posted) return false;
   tile = shared.tickets[at.slot_idx()];
+  // All lanes have read the slot: one of them will say so, by handing a stage of this tile back.
+  __syncwarp();
   return tile.kind != kNoMoreTiles;
 }
 
@@ -112,7 +114,6 @@ __device__ __forceinline__ void load_tiles(const Params& params, Shared& shared)
   Tile tile;
   bool healthy = true;
   while (healthy && read_tile<kClusterSize>(shared, slot, params.limits, tile)) {
-    __syncwarp();
     if (is_issuer) {
       arm_ticket_slot<kClusterSize>(shared, slot.slot_idx());
       ptx::mbarrier_arrive(&shared.tile_begun);

@@ -57,7 +57,8 @@ BandSchedule<kClusterSize> describe_schedule(const GroupedGemmArguments& x,
 
 inline device::WaitLimits describe_limits(const GroupedGemmOptions& options,
                                           const GroupedGemmWorkspace& workspace) {
-  return {workspace.words() + 2, workspace.device_record(), options.limit_ns, 0, 0};
+  return {workspace.words() + 2, workspace.device_record(), options.limit_ns, 0, 0,
+          workspace.words() + 3};
 }
 
 // As many CTAs as are resident at once, less the reserved SMs; whole clusters.

@@ -179,9 +179,10 @@ __global__ void __cluster_dims__(2, 1, 1)
 
 TEST(DevicePtx, cluster_arrive_and_store) {
   MOXIE_NEEDS_GPU();
-  DeviceBuffer<uint32_t> abort_flag(std::vector<uint32_t>{0});
+  DeviceBuffer<uint32_t> words(std::vector<uint32_t>{0, 0});  // abort flag, claim
   DeviceBuffer<int32_t> out(2);
-  cluster_kernel<<<2, 32>>>({abort_flag.get(), nullptr, 1'000'000'000, 0, 0}, out.get());
+  cluster_kernel<<<2, 32>>>({words.get(), nullptr, 1'000'000'000, 0, 0, words.get() + 1},
+                            out.get());
   MOXIE_CUDA(cudaDeviceSynchronize());
   EXPECT_EQ((std::vector<int32_t>{101, 100}), out.to_host());
 }
@@ -199,12 +200,13 @@ __global__ void expiring_kernel(device::WaitLimits limits, int32_t* gave_up /* [
 
 TEST(DevicePtx, bounded_wait_expires_with_a_record) {
   MOXIE_NEEDS_GPU();
-  DeviceBuffer<uint32_t> abort_flag(std::vector<uint32_t>{0});
+  DeviceBuffer<uint32_t> words(std::vector<uint32_t>{0, 0});  // abort flag, claim
   DeviceBuffer<int32_t> gave_up(2);
   device::ExpiredWait* record = nullptr;
   MOXIE_CUDA(cudaHostAlloc(&record, sizeof(*record), cudaHostAllocMapped));
   *record = {};
-  expiring_kernel<<<1, 64>>>({abort_flag.get(), record, 20'000'000, 3, 5}, gave_up.get());
+  expiring_kernel<<<1, 64>>>({words.get(), record, 20'000'000, 3, 5, words.get() + 1},
+                             gave_up.get());
   MOXIE_CUDA(cudaDeviceSynchronize());
   EXPECT_EQ((std::vector<int32_t>{1, 1}), gave_up.to_host());
   EXPECT_EQ(1u, record->written);
