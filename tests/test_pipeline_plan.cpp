@@ -141,7 +141,7 @@ TEST(PipelineLayout, RegionsAreAlignedAndDisjoint) {
                                 .backward_ring_blocks = 25});
   const HeapLayout h = heap_layout(p);
   expect_disjoint(
-      {h.epoch, h.stopped, h.inputs_ready, h.agreement, h.returns_done, h.x_in, h.dy_in,
+      {h.epoch, h.stopped, h.inputs_ready, h.x_staged, h.agreement, h.returns_done, h.x_in, h.dy_in,
        h.routes_sorted, h.weights_sorted, h.route_begin, h.num_tokens, h.returns, h.d_weights},
       h.num_bytes);
   const WorkspaceLayout w = workspace_layout(p, plan);
@@ -153,11 +153,17 @@ TEST(PipelineLayout, RegionsAreAlignedAndDisjoint) {
                                     w.push_unit_begin};
   for (const Region& r : push) EXPECT_GT(r.num_bytes, 0);
   EXPECT_GT(w.y.num_bytes, 0);
-  tables.insert(tables.end(), push.begin(), push.end());
-  std::vector<Region> forward = tables, backward = tables;
-  forward.insert(forward.end(), {w.x_ring, w.hidden_ring, w.shared_hidden, w.y});
-  backward.insert(backward.end(), {w.dy_ring, w.xb_ring, w.dgate_ring, w.dup_ring, w.wa_ring,
-                                   w.dw_partial, w.wgrad_partial});
+  for (const Region& r : push) tables.push_back(r);
+  std::vector<Region> forward, backward;
+  for (const Region& r : tables) {
+    forward.push_back(r);
+    backward.push_back(r);
+  }
+  for (const Region& r : {w.x_ring, w.hidden_ring, w.shared_hidden, w.y}) forward.push_back(r);
+  for (const Region& r :
+       {w.dy_ring, w.xb_ring, w.dgate_ring, w.dup_ring, w.wa_ring, w.dw_partial, w.wgrad_partial}) {
+    backward.push_back(r);
+  }
   expect_disjoint(forward, w.num_bytes);
   expect_disjoint(backward, w.num_bytes);
 }
