@@ -70,18 +70,10 @@ std::vector<std::int64_t> layer_tokens(const LayerOptions& o) {
 Problem layer_problem(const LayerOptions& o) {
   if (o.preset.empty())
     throw Usage("--preset is missing; `moxie presets` lists the layers it can name");
-  const Preset& preset = find_preset(o.preset);
-  Problem p;
+  Problem p = problem_of(find_preset(o.preset));
   p.num_ranks = o.ranks;
   const std::vector<std::int64_t> tokens = layer_tokens(o);
   p.max_tokens = *std::max_element(tokens.begin(), tokens.end());
-  p.hidden = preset.hidden;
-  p.intermediate = preset.intermediate;
-  p.num_experts = preset.num_experts;
-  p.top_k = preset.top_k;
-  p.shared = preset.shared;
-  p.activation = preset.activation;
-  p.expert_bias = preset.expert_bias;
   if (p.max_tokens == 0)
     throw Usage(
         "--tokens is 0 on every rank; there is nothing to do, the nearest legal value is 1");

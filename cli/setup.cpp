@@ -26,18 +26,6 @@ Problem default_shape() {
   return problem;
 }
 
-Problem preset_shape(const Preset& preset) {
-  Problem problem;
-  problem.hidden = preset.hidden;
-  problem.intermediate = preset.intermediate;
-  problem.num_experts = preset.num_experts;
-  problem.top_k = preset.top_k;
-  problem.shared = preset.shared;
-  problem.activation = preset.activation;
-  problem.expert_bias = preset.expert_bias;
-  return problem;
-}
-
 void apply_overrides(const RunOptions& options, Problem& problem) {
   const auto set = [](std::int64_t& field, std::int64_t value) {
     if (value != kNotGiven) field = value;
@@ -140,7 +128,7 @@ Setup make_setup(const RunOptions& options) {
   setup.tokens = tokens_per_rank(options, num_ranks);
 
   Problem& problem = setup.problem;
-  problem = options.preset.empty() ? default_shape() : preset_shape(find_preset(options.preset));
+  problem = options.preset.empty() ? default_shape() : problem_of(find_preset(options.preset));
   problem.num_ranks = num_ranks;
   problem.max_tokens =
       std::max<std::int64_t>(1, *std::max_element(setup.tokens.begin(), setup.tokens.end()));

@@ -19,16 +19,9 @@ namespace {
 using test::expect_error;
 
 Problem preset_problem(const Preset& preset, std::int64_t ranks, std::int64_t tokens) {
-  Problem p;
+  Problem p = problem_of(preset);
   p.num_ranks = ranks;
   p.max_tokens = tokens;
-  p.hidden = preset.hidden;
-  p.intermediate = preset.intermediate;
-  p.num_experts = preset.num_experts;
-  p.top_k = preset.top_k;
-  p.shared = preset.shared;
-  p.activation = preset.activation;
-  p.expert_bias = preset.expert_bias;
   return p;
 }
 

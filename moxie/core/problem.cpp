@@ -160,6 +160,18 @@ std::string to_string(const Problem& p) {
   return text;
 }
 
+Problem problem_of(const Preset& preset) {
+  Problem p;
+  p.hidden = preset.hidden;
+  p.intermediate = preset.intermediate;
+  p.num_experts = preset.num_experts;
+  p.top_k = preset.top_k;
+  p.activation = preset.activation;
+  p.expert_bias = preset.expert_bias;
+  p.shared = preset.shared;
+  return p;
+}
+
 std::span<const Preset> presets() { return kPresets; }
 
 std::string_view closest(std::string_view word, std::span<const std::string_view> known) {

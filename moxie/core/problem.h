@@ -78,6 +78,7 @@ struct Preset {
   std::string_view note;
 };
 std::span<const Preset> presets();
+Problem problem_of(const Preset& preset);  // of one rank, without tokens: the caller sets these
 // Throws Error(invalid_argument) naming the closest known preset.
 const Preset& find_preset(std::string_view name);
 // The word of `known` with the smallest edit distance to `word`; used by every "unknown X, did you

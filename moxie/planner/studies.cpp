@@ -65,15 +65,9 @@ Study run_study(const std::string& name) {
 }
 
 Problem study_problem(const std::string& preset_name, std::int64_t ranks, std::int64_t tokens) {
-  const Preset& preset = find_preset(preset_name);
-  Problem p;
+  Problem p = problem_of(find_preset(preset_name));
   p.num_ranks = ranks;
   p.max_tokens = tokens;
-  p.hidden = preset.hidden;
-  p.intermediate = preset.intermediate;
-  p.num_experts = preset.num_experts;
-  p.top_k = preset.top_k;
-  p.shared = preset.shared;
   return p;
 }
 
