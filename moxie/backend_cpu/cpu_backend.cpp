@@ -40,18 +40,9 @@ void run_split(Worker<T>& w) {
   std::int64_t phase = 0;
   dispatch_rows(w);
   end_phase(w, phase++);
-  std::vector<std::int64_t> ends;
-  if (r.direction == Direction::forward) {
-    const auto& f = r.forward;
-    ends = {f.shared_blocks * f.shared_fc1_tiles, f.shared_tickets(),
-            f.shared_tickets() + f.routed_blocks * f.fc1_tiles};
-  } else {
-    std::int64_t leads = 0;
-    for (std::int64_t c = 0; c < r.backward.chunks.num_chunks; ++c)
-      leads += r.backward.lead_tickets(c);
-    ends = {leads};
-  }
-  ends.push_back(r.num_tickets);
+  const std::vector<std::int64_t> ends = r.direction == Direction::forward
+                                             ? pipeline::phase_ends(r.forward)
+                                             : pipeline::phase_ends(r.backward);
   for (const std::int64_t end : ends) {
     compute_tiles(w, end);
     end_phase(w, phase++);

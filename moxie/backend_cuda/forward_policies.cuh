@@ -53,9 +53,8 @@ struct ForwardSchedule {
       return tile(state, static_cast<uint32_t>(state.first_ticket) + unit);
     } else {
       const pipeline::ForwardStream& s = state.stream;
-      const int64_t run_end[kNumProducts] = {
-          s.shared_blocks * s.shared_fc1_tiles, s.shared_tickets(),
-          s.shared_tickets() + s.routed_blocks * s.fc1_tiles, s.num_tickets()};
+      const int64_t run_end[kNumProducts] = {s.shared_blocks * s.shared_fc1_tiles,
+                                             s.shared_tickets(), s.fc1_end(), s.num_tickets()};
       int64_t begin = state.num_tickets, end = state.num_tickets, run_begin = 0, left = unit;
 #pragma unroll
       for (int run = 0; run < kNumProducts; ++run) {

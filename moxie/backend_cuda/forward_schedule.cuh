@@ -324,10 +324,9 @@ __device__ __forceinline__ void schedule_pass(const ForwardCommon& common, const
 // Which tickets this launch takes: all, or in split mode those of its phase.
 __device__ __forceinline__ void choose_tickets(const ForwardCommon& common, ForwardState& state) {
   const pipeline::ForwardStream& s = state.stream;
-  const int64_t fc1_end = s.shared_tickets() + s.routed_blocks * s.fc1_tiles;
   const bool fc1 = common.phases & kFc1Phase, fc2 = common.phases & kFc2Phase;
-  state.first_ticket = fc1 ? 0 : fc1_end;
-  state.num_tickets = fc2 ? s.num_tickets() : fc1 ? fc1_end : state.first_ticket;
+  state.first_ticket = fc1 ? 0 : s.fc1_end();
+  state.num_tickets = fc2 ? s.num_tickets() : fc1 ? s.fc1_end() : state.first_ticket;
   // A launch leaves its counter behind its last ticket.
   state.ticket_counter =
       state.counters + (fc1 ? common.counters.ticket

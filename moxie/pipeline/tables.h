@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "moxie/core/problem.h"
 #include "moxie/pipeline/blocks.h"
@@ -135,6 +136,18 @@ inline PushTable build_push(const Problem& p, RankId me,
     unit_begin[i + 1] = unit_begin[i] + static_cast<std::int32_t>(num_push_units(rows));
   }
   return t;
+}
+
+// Split mode: where each phase of the ticket stream ends. Forward: shared FC1, shared FC2, FC1,
+// FC2.
+inline std::vector<std::int64_t> phase_ends(const ForwardStream& s) {
+  return {s.shared_blocks * s.shared_fc1_tiles, s.shared_tickets(), s.fc1_end(), s.num_tickets()};
+}
+// Backward: all dgrad, then dX and wgrad.
+inline std::vector<std::int64_t> phase_ends(const BackwardStream& s) {
+  std::int64_t leads = 0;
+  for (std::int64_t c = 0; c < s.chunks.num_chunks; ++c) leads += s.lead_tickets(c);
+  return {leads, s.num_tickets()};
 }
 
 }  // namespace moxie::pipeline

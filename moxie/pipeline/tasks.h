@@ -52,6 +52,10 @@ struct ForwardStream {
   MOXIE_HD constexpr std::int64_t num_tickets() const {
     return shared_tickets() + routed_blocks * (fc1_tiles + fc2_tiles);
   }
+  // slabs order: the first FC2 ticket of routed blocks
+  MOXIE_HD constexpr std::int64_t fc1_end() const {
+    return shared_tickets() + routed_blocks * fc1_tiles;
+  }
   MOXIE_HD constexpr std::int64_t num_bands() const { return ceil_div(routed_blocks, band); }
   // lag order: first ticket (after the shared ones) of step s
   MOXIE_HD constexpr std::int64_t step_ticket(std::int64_t s) const {

@@ -50,18 +50,8 @@ Process Simulation::run_split(Worker& w) {
   std::int64_t phase = 0;
   co_await dispatch_rows(w);
   co_await end_phase(w, phase++);
-  std::vector<std::int64_t> ends;
-  if (forward()) {
-    const auto& f = r.forward;
-    ends = {f.shared_blocks * f.shared_fc1_tiles, f.shared_tickets(),
-            f.shared_tickets() + f.routed_blocks * f.fc1_tiles};
-  } else {
-    std::int64_t leads = 0;
-    for (std::int64_t c = 0; c < r.backward.chunks.num_chunks; ++c)
-      leads += r.backward.lead_tickets(c);
-    ends = {leads};
-  }
-  ends.push_back(r.num_tickets);
+  const std::vector<std::int64_t> ends =
+      forward() ? pipeline::phase_ends(r.forward) : pipeline::phase_ends(r.backward);
   for (const std::int64_t end : ends) {
     co_await compute_tiles(w, end);
     co_await end_phase(w, phase++);
