@@ -56,7 +56,7 @@ std::int64_t collect(std::span<const DeviceTrace> ranks, Trace& trace) {
         event.tile = from.tile;
         event.shared = from.shared != 0;
         event.begin_ns = static_cast<std::int64_t>(from.begin_ns) + shift[r];
-        event.end_ns = event.begin_ns + from.duration_ns;
+        event.end_ns = static_cast<std::int64_t>(from.end_ns) + shift[r];
         first_ns = std::min(first_ns, event.begin_ns);
         events.push_back(event);
       }

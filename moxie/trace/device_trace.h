@@ -10,10 +10,8 @@
 namespace moxie::trace {
 
 struct DeviceEvent {
-  std::uint64_t begin_ns;  // globaltimer of the GPU
-  std::uint32_t duration_ns;
-  std::int32_t block;
-  std::int16_t tile;
+  std::uint64_t begin_ns, end_ns;  // globaltimer of the GPU; 64 bits: a wait may last minutes
+  std::int32_t block, tile;
   std::uint8_t kind, what, lane, shared;
 };
 

@@ -46,9 +46,9 @@ struct Recorder {
     const uint32_t at = atomicAdd(&count, 1u);
     if (at >= capacity) return;
     events[at] = {begin_ns,
-                  static_cast<uint32_t>(end_ns - begin_ns),
+                  end_ns,
                   static_cast<int32_t>(block),
-                  static_cast<int16_t>(tile),
+                  static_cast<int32_t>(tile),
                   static_cast<uint8_t>(kind),
                   static_cast<uint8_t>(what),
                   static_cast<uint8_t>(lane),
