@@ -58,13 +58,7 @@ std::int64_t all_blocks(const Problem& problem, const Plan& plan) {
 
 }  // namespace
 
-Plan default_plan(const Problem& p) {
-  Plan plan;
-  // A slab is merged beside the next one's FC2. Few columns: fewer slabs, or a slab's merge takes
-  // longer than the next slab.
-  plan.num_slabs = num_fc2_tiles(p.hidden) < 8 ? 2 : 4;
-  return plan;
-}
+Plan default_plan(const Problem&) { return {}; }
 
 std::int64_t worst_case_blocks(const Problem& p) {
   const std::int64_t rows = p.num_ranks * p.max_tokens * p.top_k;
