@@ -23,6 +23,15 @@ inline bool has_hopper_gpu() {
   if (!::moxie::testing::has_hopper_gpu()) \
   GTEST_SKIP() << "no GPU of compute capability 9.0: nothing was tested"
 
+inline int num_gpus() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+}
+
+#define MOXIE_NEEDS_TWO_GPUS() \
+  MOXIE_NEEDS_GPU();           \
+  if (::moxie::testing::num_gpus() < 2) GTEST_SKIP() << "one GPU: nothing was tested"
+
 #define MOXIE_CUDA(call) \
   ASSERT_EQ(cudaSuccess, (call)) << #call << ": " << cudaGetErrorString(cudaGetLastError())
 

@@ -68,20 +68,14 @@ TEST(CudaFaults, every_rank_reports_a_lost_one) {
 }
 
 TEST(CudaFaults, two_gpus_report_a_lost_rank) {
-  MOXIE_NEEDS_GPU();
-  int num_gpus = 0;
-  cudaGetDeviceCount(&num_gpus);
-  if (num_gpus < 2) GTEST_SKIP() << "one GPU: nothing was tested";
+  MOXIE_NEEDS_TWO_GPUS();
   expect_loss_reported({0, 1}, 1);
   expect_loss_reported({0, 1}, 0);
 }
 
 // 20 s are promised: MOXIE_TEST_LATE_MS=20000.
 TEST(CudaFaults, two_gpus_wait_for_a_late_rank) {
-  MOXIE_NEEDS_GPU();
-  int num_gpus = 0;
-  cudaGetDeviceCount(&num_gpus);
-  if (num_gpus < 2) GTEST_SKIP() << "one GPU: nothing was tested";
+  MOXIE_NEEDS_TWO_GPUS();
   const LayerCase c = small_case(2);
   DeviceCase on_device(c, {0, 1});
   WorldOptions options = cuda_options(2);

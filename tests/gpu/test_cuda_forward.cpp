@@ -301,10 +301,7 @@ TEST(CudaForward, a_late_rank_works_and_a_dead_one_is_reported) {
 }
 
 TEST(CudaForward, two_gpus) {
-  MOXIE_NEEDS_GPU();
-  int num_gpus = 0;
-  cudaGetDeviceCount(&num_gpus);
-  if (num_gpus < 2) GTEST_SKIP() << "one GPU: nothing was tested";
+  MOXIE_NEEDS_TWO_GPUS();
   for (const std::vector<int>& devices : {std::vector{0, 1}, {1, 0}, {0, 1, 1, 0, 1}}) {
     const auto num_ranks = static_cast<std::int64_t>(devices.size());
     std::vector<std::int64_t> tokens(devices.size(), 80);

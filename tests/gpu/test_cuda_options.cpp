@@ -153,10 +153,7 @@ TEST(CudaOptions, errors_are_those_of_pull) {
 }
 
 TEST(CudaOptions, two_gpus) {
-  MOXIE_NEEDS_GPU();
-  int num_gpus = 0;
-  cudaGetDeviceCount(&num_gpus);
-  if (num_gpus < 2) GTEST_SKIP() << "one GPU: nothing was tested";
+  MOXIE_NEEDS_TWO_GPUS();
   Plan dedicated;
   dedicated.comm_workers = 2;
   dedicated.save = SavePolicy::z_and_x;

@@ -76,10 +76,7 @@ TEST(CudaTrace, every_task_once) {
 }
 
 TEST(CudaTrace, two_gpus) {
-  MOXIE_NEEDS_GPU();
-  int num_gpus = 0;
-  cudaGetDeviceCount(&num_gpus);
-  if (num_gpus < 2) GTEST_SKIP() << "one GPU: nothing was tested";
+  MOXIE_NEEDS_TWO_GPUS();
   expect_whole_timeline(some_case(2), {0, 1}, {}, 2);
 }
 
