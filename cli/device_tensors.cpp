@@ -1,4 +1,5 @@
-// With CUDA: plain cudaMalloc and cudaMemcpy; a run's arrays are small. Without: stubs.
+// With CUDA: plain cudaMalloc and cudaMemcpy; a run's arrays are small. In a build without it every
+// function but built_with_cuda() refuses.
 #include "cli/device_tensors.h"
 
 #include <fmt/format.h>
@@ -115,8 +116,11 @@ DeviceTensors::DeviceTensors(std::span<const int>, std::span<const RankTensors>,
   require_cuda();
 }
 DeviceTensors::~DeviceTensors() = default;
-TensorView DeviceTensors::mirror(const HostTensor&) const { return {}; }
-void DeviceTensors::download(std::span<RankResults>) const {}
+TensorView DeviceTensors::mirror(const HostTensor&) const {
+  require_cuda();
+  return {};
+}
+void DeviceTensors::download(std::span<RankResults>) const { require_cuda(); }
 
 #endif
 
