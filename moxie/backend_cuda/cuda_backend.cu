@@ -9,10 +9,6 @@
 namespace moxie::backend_cuda {
 namespace {
 
-[[noreturn]] void unavailable(const std::string& sentence) {
-  throw Error(ErrorCode::unavailable, sentence);
-}
-
 std::vector<int> choose_devices(const WorldOptions& options, const CudaOptions& cuda) {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);

@@ -15,10 +15,6 @@ using expert::GroupedProduct;
 
 constexpr std::int64_t kManyRowsPerExpert = 1024;
 
-[[noreturn]] void unavailable(const std::string& sentence) {
-  throw Error(ErrorCode::unavailable, sentence);
-}
-
 void check_supported(const Problem& p) {
   if (p.dtype != DType::bf16)
     unavailable(sentence("dtype {} is not available in a CUDA world, must be bf16; use World::cpu",
@@ -412,9 +408,10 @@ void CudaLayer::forward(std::span<const ForwardInput> inputs,
     bind_context(r, fill);
   }
   for (const DeviceGroup& group : backend_.groups()) {
+    const std::int32_t ctas = ctas_of(group), capacity = trace ? event_capacity(ctas) : 0;
     for (const std::int64_t r : group.ranks)
-      traces_.bind(trace != nullptr, r, group.device, ctas_of(group),
-                   event_capacity(ctas_of(group)), ranks_[static_cast<std::size_t>(r)]);
+      traces_.bind(trace != nullptr, r, group.device, ctas, capacity,
+                   ranks_[static_cast<std::size_t>(r)]);
   }
   common_.faults = backend_.options().faults;
   common_.keep_schedule = common_.faults.keep_schedule;
@@ -441,8 +438,8 @@ void CudaLayer::forward(std::span<const ForwardInput> inputs,
     const DeviceGuard on_device(group.device);
     // Split mode: a phase of one GPU waits inside for other GPUs' earlier phases only.
     if (plan_.mode == ExecMode::fused) {
-      const std::uint32_t merge = common_.faults.skip_merge ? 0u : kMergePhase;
-      launch(group, (kAllPhases & ~kMergePhase) | merge | kClosePhase, stream_of(group));
+      const std::uint32_t skipped = common_.faults.skip_merge ? kMergePhase : 0u;
+      launch(group, (kAllPhases | kClosePhase) & ~skipped, stream_of(group));
     } else {
       for (std::uint32_t phase = kStagePhase; phase <= kFc2Phase; phase *= 2)
         launch(group, phase, stream_of(group));

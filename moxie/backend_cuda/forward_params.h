@@ -49,9 +49,11 @@ struct PassWords {
   std::uint32_t num_placed;   // CTAs whose routes are placed and shared rows weighed
   std::uint32_t bad_route;    // see RouteSort
 };
-// A token crosses the link once where the ring keeps the rows of the whole pass.
+// A token crosses the link once where the ring keeps the rows of the whole pass. (Its place among
+// all ranks' tokens is kept in 32 bits.)
 inline bool pulls_once(const Problem& p, const Plan& plan) {
   return plan.dispatch == DispatchMode::pull && p.num_ranks > 1 &&
+         p.num_ranks * p.max_tokens <= INT32_MAX &&
          plan.x_ring_blocks >= plan.capacity_rows / pipeline::kBlockRows;
 }
 inline CudaWorkspaceLayout cuda_workspace_layout(const Problem& p, const Plan& plan) {
@@ -129,6 +131,9 @@ enum Phase : std::uint32_t {
   kAllPhases = 31,
   kClosePhase = 32,  // beside others: the pass ends with this launch
 };
+
+// One launch from dispatch to FC2, with or without merge: not split mode.
+inline constexpr std::uint32_t kOverlapPhases = kDispatchPhase | kFc1Phase | kFc2Phase;
 
 // One built configuration of the kernel.
 struct ForwardKernel {

@@ -219,9 +219,13 @@ __device__ __forceinline__ DispatchTeam dispatch_team(const ForwardCommon& commo
   return {cta.count - dedicated, dedicated, kMaxDispatchWarps};
 }
 
+__device__ __forceinline__ bool overlaps(const ForwardCommon& common) {
+  return (common.phases & kOverlapPhases) == kOverlapPhases;
+}
+
 // A dedicated CTA also combines, and never multiplies.
 __device__ __forceinline__ bool stays_with_rows(const ForwardCommon& common) {
-  return common.plan.combine == CombineMode::comm_workers && common.phases == kAllPhases;
+  return common.plan.combine == CombineMode::comm_workers && overlaps(common);
 }
 
 // Who combines, if communication warps do: who dispatches. In split mode the spare warps, beside
@@ -230,7 +234,7 @@ __device__ __forceinline__ DispatchTeam combine_team(const ForwardCommon& common
                                                      schedule::Cta cta) {
   if (common.plan.combine != CombineMode::comm_workers || (common.phases & kFc2Phase) == 0)
     return {cta.count, 0, 0};
-  if (common.phases == kAllPhases) return dispatch_team(common, cta);
+  if (overlaps(common)) return dispatch_team(common, cta);
   return {0, cta.count, 2};
 }
 

@@ -6,6 +6,8 @@
 #include <string>
 #include <string_view>
 
+#include "moxie/core/error.h"
+
 namespace moxie::backend_cuda {
 
 // `pattern` with each {} replaced by the next value.
@@ -20,6 +22,10 @@ std::string sentence(std::string_view pattern, const Values&... values) {
   (append(values), ...);
   out << pattern;
   return out.str();
+}
+
+[[noreturn]] inline void unavailable(const std::string& sentence) {
+  throw Error(ErrorCode::unavailable, sentence);
 }
 
 }  // namespace moxie::backend_cuda
