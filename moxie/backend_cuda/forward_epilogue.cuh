@@ -14,10 +14,12 @@ using expert::EpilogueWarp;
 // The same warp, but the compiler cannot tell: what depends on its lane is computed where it is
 // needed, not kept in registers through the main loop.
 __device__ __forceinline__ EpilogueWarp opaque(EpilogueWarp warp) {
+  warp.lane_idx = static_cast<int32_t>(ptx::get_sreg_laneid());
   asm volatile("" : "+r"(warp.lane_idx), "+r"(warp.warp_row));
-  uint64_t staging = reinterpret_cast<uint64_t>(warp.staging);
-  asm volatile("" : "+l"(staging));
-  warp.staging = reinterpret_cast<bf16*>(staging);
+  // As an address of shared memory: half the registers, and its loads stay shared ones.
+  auto staging = static_cast<uint32_t>(__cvta_generic_to_shared(warp.staging));
+  asm volatile("" : "+r"(staging));
+  warp.staging = static_cast<bf16*>(__cvta_shared_to_generic(staging));
   return warp;
 }
 
@@ -96,10 +98,15 @@ struct ForwardEpilogue {
           heap_at<bf16>(common, RankId{prepared.home}, common.heap.returns) +
           prepared.route * common.problem.hidden;
     }
+    // Rows that go home: the first two pieces wait in staging, the others in registers; all leave
+    // beside the next tile's products.
 #pragma unroll
     for (int32_t piece = 0; piece < 2; ++piece) {
       pack(acc, piece, packed[piece]);
-      store_piece(packed[piece], piece, tile, warp);
+      if (goes_home(tile))
+        combine::stage_piece(packed[piece], staging(warp, piece), warp.lane_idx);
+      else
+        store_piece(packed[piece], piece, tile, warp);
     }
 #pragma unroll
     for (int32_t piece = 2; piece < 4; ++piece) pack(acc, piece, packed[piece - 2]);
@@ -107,8 +114,16 @@ struct ForwardEpilogue {
 
   // Stores what convert() left in packed[deferred].
   __device__ __forceinline__ void store(const uint32_t (&values)[16], int32_t deferred,
-                                        const Tile& tile, const EpilogueWarp& warp) const {
-    store_piece(values, is_fc1(tile) ? deferred : 2 + deferred, tile, opaque(warp));
+                                        const Tile& tile, const EpilogueWarp& known_warp) const {
+    const EpilogueWarp warp = opaque(known_warp);
+    if (!goes_home(tile)) {
+      store_piece(values, is_fc1(tile) ? deferred : 2 + deferred, tile, warp);
+      return;
+    }
+    if (tile.num_rows <= warp.warp_row) return;
+    if (deferred == 0) push_pair(0, tile, warp);
+    combine::stage_piece(values, staging(warp, deferred), warp.lane_idx);
+    if (deferred == 1) push_pair(1, tile, warp);
   }
   // The warp's part of the tile is stored: tells this CTA's ticket warp, which tells the others.
   __device__ __forceinline__ void publish(const Tile& tile, uint32_t tile_idx,
@@ -137,27 +152,29 @@ struct ForwardEpilogue {
     }
   }
 
-  // One piece of the warp's rows to where the tile's product goes.
+  static __device__ __forceinline__ bf16* staging(const EpilogueWarp& warp, int32_t piece) {
+    return warp.staging + piece % 2 * (16 * 64);
+  }
+
+  // Two staged pieces to their rows' homes.
+  __device__ __forceinline__ void push_pair(int32_t pair, const Tile& tile,
+                                            const EpilogueWarp& warp) const {
+    combine::push_pair(warp.staging, state.row_home[warp.warp_row / 16],
+                       tile.num_rows - warp.warp_row, tile.n_tile * BLOCK_N + pair * 128,
+                       static_cast<int32_t>(common.problem.hidden), warp.lane_idx);
+  }
+
+  // One piece of the warp's rows to the matrix of the tile's product.
   __device__ __forceinline__ void store_piece(const uint32_t (&values)[16], int32_t piece,
                                               const Tile& tile, const EpilogueWarp& warp) const {
     const int32_t num_rows = tile.num_rows - warp.warp_row;
     if (num_rows <= 0) return;
-    bf16* staging = warp.staging + (piece % 2) * (16 * 64);
-    if (goes_home(tile)) {
-      combine::stage_piece(values, staging, warp.lane_idx);
-      if (piece % 2 == 1) {
-        combine::push_pair(warp.staging, state.row_home[warp.warp_row / 16], num_rows,
-                           tile.n_tile * BLOCK_N + (piece - 1) * 64,
-                           static_cast<int32_t>(common.problem.hidden), warp.lane_idx);
-      }
-      return;
-    }
     const int32_t first = tile.product == kFc1   ? hidden_row(tile)
                           : tile.product == kFc2 ? tile.row_begin - shared_rows()
                                                  : tile.row_begin;
-    expert::store_piece(rank.outputs[tile.product], values, staging, first + warp.warp_row,
-                        num_rows, tile.n_tile * (is_fc1(tile) ? BLOCK_N / 2 : BLOCK_N) + piece * 64,
-                        warp.lane_idx);
+    expert::store_piece(
+        rank.outputs[tile.product], values, staging(warp, piece), first + warp.warp_row, num_rows,
+        tile.n_tile * (is_fc1(tile) ? BLOCK_N / 2 : BLOCK_N) + piece * 64, warp.lane_idx);
   }
 
   // FC2 rows of other ranks' tokens, unless they are only stored.

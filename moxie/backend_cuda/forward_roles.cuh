@@ -244,17 +244,17 @@ __device__ __forceinline__ void dispatch_rows(const ForwardCommon& common, const
                                               ForwardState& state, const DispatchTeam& team) {
   const int32_t warp_idx = threadIdx.x / 32 - kFirstDispatchWarp;
   const auto delay = [&] { delay_of(common)(); };
-  const dispatch::MoveLimits limits{
-      state.signal_limits, state.counter_limits, code(WaitFor::x_staged),
-      code(common.plan.dispatch == DispatchMode::push ? WaitFor::peer_slot_free
-                                                      : WaitFor::x_slot_free)};
+  const auto limits = [&](WaitFor what_slot) {
+    return dispatch::MoveLimits{state.signal_limits, state.counter_limits, code(WaitFor::x_staged),
+                                code(what_slot)};
+  };
   const int32_t first = team.warp_idx(state.cta), num_warps = team.num_ctas * team.num_warps;
   if (common.plan.dispatch == DispatchMode::push) {
     dispatch::push_rows(state.push, state.rows_slots[warp_idx], state.recorder, first, num_warps,
-                        limits, delay);
+                        limits(WaitFor::peer_slot_free), delay);
   } else {
     dispatch::pull_rows(state.pull, state.rows_slots[warp_idx], state.recorder, first, num_warps,
-                        limits, delay,
+                        limits(WaitFor::x_slot_free), delay,
                         [&] { stage_tokens(common, rank, state, StageUntil::done); });
   }
 }

@@ -39,8 +39,9 @@ __device__ __forceinline__ void post_tile(Shared& shared, uint32_t slot_idx, con
   }
 }
 
-// Every role of both CTAs reads each slot once. False: gave up, or no more tiles.
-template <int kClusterSize, class Shared>
+// Every role of both CTAs reads each slot once. kTells: and says so to the warp that posts, which
+// waits for all of them before it writes there again. False: gave up, or no more tiles.
+template <int kClusterSize, bool kTells = false, class Shared>
 __device__ __forceinline__ bool read_tile(Shared& shared, const RingPosition<kNumTicketSlots>& at,
                                           const device::WaitLimits& limits, Tile& tile) {
   uint64_t* full = &shared.ticket_full[at.slot_idx()];
@@ -52,8 +53,17 @@ __device__ __forceinline__ bool read_tile(Shared& shared, const RingPosition<kNu
                           : device::mbarrier_wait_cluster(full, at.parity(), limits, target);
   if (!posted) return false;
   tile = shared.tickets[at.slot_idx()];
-  // All lanes have read the slot: one of them will say so, by handing a stage of this tile back.
-  __syncwarp();
+  __syncwarp();  // all lanes have read the slot: one of them may say so
+  if constexpr (kTells) {
+    if (threadIdx.x % 32 == 0) {
+      uint64_t* read = &shared.ticket_read[at.slot_idx()];
+      if constexpr (kClusterSize == 1) {
+        ptx::mbarrier_arrive(read);
+      } else {
+        device::mbarrier_arrive_cluster(device::mapa(read, 0));
+      }
+    }
+  }
   return tile.kind != kNoMoreTiles;
 }
 
@@ -108,12 +118,13 @@ __device__ __forceinline__ bool load_stage(Shared& shared, const GemmOperands& o
 // Warp 0: keeps the stages full, tile by tile.
 template <int kClusterSize, class Params, class Shared>
 __device__ __forceinline__ void load_tiles(const Params& params, Shared& shared) {
+  constexpr bool kTells = !std::remove_cvref_t<decltype(params.epilogue)>::kPublishes;
   const bool is_issuer = threadIdx.x % 32 == 0;
   RingPosition<kNumStages> stage;
   RingPosition<kNumTicketSlots> slot;
   Tile tile;
   bool healthy = true;
-  while (healthy && read_tile<kClusterSize>(shared, slot, params.limits, tile)) {
+  while (healthy && read_tile<kClusterSize, kTells>(shared, slot, params.limits, tile)) {
     if (is_issuer) {
       arm_ticket_slot<kClusterSize>(shared, slot.slot_idx());
       ptx::mbarrier_arrive(&shared.tile_begun);
@@ -143,6 +154,11 @@ __device__ __forceinline__ void post_tiles(const Params& params, Shared& shared)
     uint32_t ticket = 0;
     if (lane_idx == 0) ticket = atomicAdd(&params.tickets->next, 1u);
     const Tile tile = walk.tile(__shfl_sync(~0u, ticket, 0), lane_idx);
+    // Signalled by every reader of the slot, in both CTAs: what was posted there before is read.
+    if (!device::mbarrier_wait(&shared.ticket_read[slot.slot_idx()], slot.parity() ^ 1,
+                               params.limits,
+                               {kWaitTicketRead, slot.slot_idx(), slot.parity() ^ 1}))
+      return;
     if (lane_idx < kClusterSize) post_tile<kClusterSize>(shared, slot.slot_idx(), tile, lane_idx);
     if (tile.kind == kNoMoreTiles) break;
     // Signalled by this CTA's loading warp: it has begun the tile just posted.
@@ -236,6 +252,7 @@ template <int kClusterSize, class Params, class Shared>
 __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& shared) {
   const auto& epilogue = params.epilogue;
   using Epilogue = std::remove_cvref_t<decltype(epilogue)>;
+  constexpr bool kTells = !Epilogue::kPublishes;  // else publish() does, in the end
   constexpr int kNumDeferred = Epilogue::kNumDeferred;
   static_assert(kNumDeferred >= 1 && kNumDeferred <= kMinKBlocks);
   const int32_t lane_idx = threadIdx.x % 32;
@@ -250,9 +267,10 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
   uint32_t packed[kNumDeferred][16];
   Tile packed_tile{};  // whose results `packed` holds; without rows: none
   Tile tile;
-  bool has_tile = read_tile<kClusterSize>(shared, slot, params.limits, tile);
+  bool has_tile = read_tile<kClusterSize, kTells>(shared, slot, params.limits, tile);
   for (;;) {
-    const bool skips = has_tile && tile.num_rows <= warpgroup_idx * 64;
+    // (Compared in units of 64 rows: the product would sit in a register all along.)
+    const bool skips = has_tile && (tile.num_rows + 63) / 64 <= warpgroup_idx;
     // Pieces are stored beside products. Where there are none to issue now they leave at once: what
     // this CTA waits for may depend on them.
     if (packed_tile.num_rows > 0 &&
@@ -271,7 +289,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
       slot.advance();
       has_tile = skip_tile<kClusterSize>(shared, num_k_blocks, stage, stage_empty, lane_idx,
                                          params.limits) &&
-                 read_tile<kClusterSize>(shared, slot, params.limits, tile);
+                 read_tile<kClusterSize, kTells>(shared, slot, params.limits, tile);
       continue;
     }
     bool healthy = true;
@@ -299,7 +317,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
     packed_tile = tile;
     if (!healthy) packed_tile.num_rows = 0;  // what was waited for in vain is not stored
     slot.advance();
-    has_tile = healthy && read_tile<kClusterSize>(shared, slot, params.limits, tile);
+    has_tile = healthy && read_tile<kClusterSize, kTells>(shared, slot, params.limits, tile);
     device::wgmma_wait_group<0>();
     release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
     epilogue.convert(acc, prepared, packed_tile, warp, packed);
@@ -319,6 +337,8 @@ __device__ __forceinline__ void initialise_barriers(Shared& shared) {
     ptx::mbarrier_init(&shared.tile_begun, 1);
     for (int i = 0; i < kNumTicketSlots; ++i) {
       ptx::mbarrier_init(&shared.ticket_full[i], 1);
+      // The loading warp and the consumer warps of each CTA.
+      ptx::mbarrier_init(&shared.ticket_read[i], (1 + kNumConsumerWarps) * kClusterSize);
       arm_ticket_slot<kClusterSize>(shared, i);
     }
     // The initialised barriers, to the copy engine and to the other CTA's arrives.

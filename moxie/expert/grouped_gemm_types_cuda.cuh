@@ -69,7 +69,8 @@ enum WaitSite : uint32_t {
   kWaitStageEmpty,
   kWaitTicket,
   kWaitTileBegun,
-  kWaitReadiness
+  kWaitReadiness,
+  kWaitTicketRead
 };
 
 template <class Schedule>
@@ -80,6 +81,7 @@ struct alignas(1024) GemmShared {
   uint64_t stage_full[kNumStages];
   uint64_t stage_empty[kNumStages];
   uint64_t ticket_full[kNumTicketSlots];
+  uint64_t ticket_read[kNumTicketSlots];  // of CTA 0, where the ticket warp only posts
   uint64_t tile_begun;
   Tile tickets[kNumTicketSlots];
   typename Schedule::Shared schedule;

@@ -31,12 +31,14 @@ struct Task {
 struct BlockTile {
   std::int64_t block, tile;
 };
-// Entry i of a raster over num_blocks x num_tiles in bands.
+// Entry i of a raster over num_blocks x num_tiles in bands. Every other band backwards: it begins
+// with the column tiles, and so the weights, that the one before it ended with.
 MOXIE_HD constexpr BlockTile raster(std::int64_t i, std::int64_t num_blocks, std::int64_t band,
                                     std::int64_t num_tiles) {
   const std::int64_t begin = i / (band * num_tiles) * band, in_band = i % (band * num_tiles);
   const std::int64_t height = min64(band, num_blocks - begin);
-  return {begin + in_band % height, in_band / height};
+  const std::int64_t tile = in_band / height;
+  return {begin + in_band % height, begin / band % 2 == 0 ? tile : num_tiles - 1 - tile};
 }
 
 // Everything the forward stream depends on.
