@@ -55,13 +55,11 @@ __device__ __forceinline__ bool read_tile(Shared& shared, const RingPosition<kNu
   tile = shared.tickets[at.slot_idx()];
   __syncwarp();  // all lanes have read the slot: one of them may say so
   if constexpr (kTells) {
-    if (threadIdx.x % 32 == 0) {
-      uint64_t* read = &shared.ticket_read[at.slot_idx()];
-      if constexpr (kClusterSize == 1) {
-        ptx::mbarrier_arrive(read);
-      } else {
-        device::mbarrier_arrive_cluster(device::mapa(read, 0));
-      }
+    uint64_t* read = &shared.ticket_read[at.slot_idx()];
+    if constexpr (kClusterSize == 1) {
+      ptx::mbarrier_arrive(read);  // each lane for itself: racecheck cannot follow __syncwarp here
+    } else if (threadIdx.x % 32 == 0) {
+      device::mbarrier_arrive_cluster(device::mapa(read, 0));
     }
   }
   return tile.kind != kNoMoreTiles;
@@ -327,6 +325,10 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
 
 // ---- kernel ----
 
+// Arrivals that say that a ticket slot is read: the loading and the consumer warps of each CTA.
+template <int kClusterSize>
+inline constexpr int kNumTicketReaders = (1 + kNumConsumerWarps) * (kClusterSize == 1 ? 32 : 2);
+
 template <int kClusterSize, class Shared>
 __device__ __forceinline__ void initialise_barriers(Shared& shared) {
   if (threadIdx.x == 0) {
@@ -337,8 +339,7 @@ __device__ __forceinline__ void initialise_barriers(Shared& shared) {
     ptx::mbarrier_init(&shared.tile_begun, 1);
     for (int i = 0; i < kNumTicketSlots; ++i) {
       ptx::mbarrier_init(&shared.ticket_full[i], 1);
-      // The loading warp and the consumer warps of each CTA.
-      ptx::mbarrier_init(&shared.ticket_read[i], (1 + kNumConsumerWarps) * kClusterSize);
+      ptx::mbarrier_init(&shared.ticket_read[i], kNumTicketReaders<kClusterSize>);
       arm_ticket_slot<kClusterSize>(shared, i);
     }
     // The initialised barriers, to the copy engine and to the other CTA's arrives.
