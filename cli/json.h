@@ -14,7 +14,7 @@ using Json = nlohmann::ordered_json;
 // Indented, with a newline at the end. A file name that is no UTF-8 does not stop a report.
 std::string to_text(const Json& json);
 using planner::to_json;  // of Problem and Plan
-Json machine_json();  // cores, CPU, operating system
+Json machine_json();     // cores, CPU, operating system
 
 // `where` names the file in errors. Throws Failure for a missing key, a wrong type or an unknown
 // word.

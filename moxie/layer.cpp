@@ -361,9 +361,8 @@ Layer::Layer(World& world, const Problem& problem)
   } catch (const Error& error) {
     if (chosen.source.origin == PlanOrigin::standard) throw;
     state_->build(pipeline::default_plan(problem),
-                  {PlanOrigin::standard,
-                   fmt::format("default: {} cannot be used: {}", chosen.source.words,
-                               error.what())});
+                  {PlanOrigin::standard, fmt::format("default: {} cannot be used: {}",
+                                                     chosen.source.words, error.what())});
   }
 }
 Layer::Layer(Layer&&) noexcept = default;

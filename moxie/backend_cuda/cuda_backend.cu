@@ -207,7 +207,9 @@ MachineId CudaBackend::machine() const {
   }
   id.reserve_sms = cuda_.reserve_sms;
   id.cluster_size = cuda_.cluster_size;
-  const auto words = [](int version) { return sentence("{}.{}", version / 1000, version % 1000 / 10); };
+  const auto words = [](int version) {
+    return sentence("{}.{}", version / 1000, version % 1000 / 10);
+  };
   int version = 0;
   check_cuda(cudaDriverGetVersion(&version), "asking for the driver's version");
   id.driver = words(version);

@@ -8,9 +8,9 @@
 namespace moxie {
 
 struct MachineId {
-  std::string backend;       // "cpu", "cuda"
-  std::string device;        // "NVIDIA H200"; on the CPU its model
-  std::int64_t num_sms = 0;  // of each GPU; on the CPU its cores
+  std::string backend;                              // "cpu", "cuda"
+  std::string device;                               // "NVIDIA H200"; on the CPU its model
+  std::int64_t num_sms = 0;                         // of each GPU; on the CPU its cores
   std::vector<std::int64_t> ranks_of_devices = {};  // [1, 1]: two GPUs with one rank each
   std::int32_t reserve_sms = 0, cluster_size = 0;   // CudaOptions
   std::string driver;                               // "13.0"; on the CPU empty

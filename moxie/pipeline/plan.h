@@ -82,9 +82,10 @@ namespace pipeline {
 
 inline constexpr std::int64_t kMaxPassBlocks = 1 << 24;  // shared and routed
 
-// The plan of a Layer made without one where nothing better is known. On H200 (docs/decisions/005-power-and-the-pass.md) one
-// launch was faster than split mode at 16, 64 and 128 tokens per rank, and of the slabs, bands and
-// rings tried none was faster on more than one shape, so nothing depends on the problem yet.
+// The plan of a Layer made without one where nothing better is known. On H200
+// (docs/decisions/005-power-and-the-pass.md) one launch was faster than split mode at 16, 64 and
+// 128 tokens per rank, and of the slabs, bands and rings tried none was faster on more than one
+// shape, so nothing depends on the problem yet.
 Plan default_plan(const Problem& problem);
 
 // The most padded blocks of routed rows a rank can receive: every route of every rank to its

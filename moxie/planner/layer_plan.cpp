@@ -1,6 +1,6 @@
-// Two sieves, because a model makes dozens of layers and a simulation takes up to 30 ms: closed-form
-// estimates of the plans in question, and only where one of them beats the default plan by more
-// than the model's error a simulation of both.
+// Two sieves, because a model makes dozens of layers and a simulation takes up to 30 ms:
+// closed-form estimates of the plans in question, and only where one of them beats the default plan
+// by more than the model's error a simulation of both.
 #include "moxie/planner/layer_plan.h"
 
 #include <fmt/format.h>
@@ -47,13 +47,14 @@ struct Choice {
   std::string words;
 };
 
-Choice choose(const Problem& p, const MachineId& id) {
+Choice choose(const Problem& p, const MachineId& id, double model_error) {
   const std::string record = id.backend == "cuda" ? record_of_device(id.device) : "";
   if (record.empty()) return {{}, fmt::format("no device record of {}", id.device)};
   const Machine m = machine(find_device(record));
   if (id.num_sms != m.num_sms())
-    return {{}, fmt::format("record {} is of {} SMs, this GPU has {}", record, m.num_sms(),
-                            id.num_sms)};
+    return {
+        {},
+        fmt::format("record {} is of {} SMs, this GPU has {}", record, m.num_sms(), id.num_sms)};
   if (std::any_of(id.ranks_of_devices.begin(), id.ranks_of_devices.end(),
                   [](std::int64_t ranks) { return ranks != 1; }))
     return {{}, "the planner knows one rank per GPU"};
@@ -68,22 +69,27 @@ Choice choose(const Problem& p, const MachineId& id) {
   for (const Plan& plan : candidates(p, id.num_sms)) {
     const double ms = estimate_ms(p, plan, load, m, options);
     best_estimate = std::min(best_estimate, ms);
-    if (ms < plain_estimate * (1 - kModelError)) promising.emplace_back(ms, plan);
+    if (ms < plain_estimate * (1 - model_error)) promising.emplace_back(ms, plan);
   }
   const auto percent = [](double better, double than) { return 100 * (1 - better / than); };
   if (promising.empty()) {
-    return {{}, fmt::format("no plan is estimated {:.0f} % faster on {} (the best one {:.1f} %)",
-                            100 * kModelError, record, percent(best_estimate, plain_estimate))};
+    return {{},
+            fmt::format("no plan is estimated {:.0f} % faster on {} (the best one {:.1f} %)",
+                        100 * model_error, record, percent(best_estimate, plain_estimate))};
   }
   std::stable_sort(promising.begin(), promising.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
   const Plan& best = promising.front().second;
   const double plain_ms = simulate(p, plain, routing, m, options).ms,
                best_ms = simulate(p, best, routing, m, options).ms;
-  if (best_ms > plain_ms * (1 - kModelError)) {
-    return {{}, fmt::format("the best plan is predicted {:.1f} % faster on {}, less than the "
-                            "model's error of {:.0f} %",
-                            percent(best_ms, plain_ms), record, 100 * kModelError)};
+  if (best_ms >= plain_ms)
+    return {{},
+            fmt::format("simulated on {}, the plan that the estimates prefer is slower", record)};
+  if (best_ms > plain_ms * (1 - model_error)) {
+    return {{},
+            fmt::format("the best plan is predicted {:.1f} % faster on {}, less than the "
+                        "model's error of {:.0f} %",
+                        percent(best_ms, plain_ms), record, 100 * model_error)};
   }
   return {best, fmt::format("planner: {:.3f} ms predicted on {}, {:.1f} % faster than the default "
                             "plan",
@@ -106,7 +112,7 @@ std::string record_of_device(const std::string& device) {
 }
 
 LayerPlan plan_for_layer(const Problem& problem, const MachineId& machine,
-                         const std::string& cache_file) {
+                         const std::string& cache_file, double model_error) {
   std::string reasons;
   for (const Passes passes : {Passes::both, Passes::forward}) {
     const CachedPlan cached = find_plan(cache_file, {problem, machine, passes});
@@ -115,7 +121,7 @@ LayerPlan plan_for_layer(const Problem& problem, const MachineId& machine,
   }
   Choice choice;
   try {
-    choice = choose(problem, machine);
+    choice = choose(problem, machine, model_error);
   } catch (const Error& error) {  // what cannot be planned for can still be run
     choice.words = error.what();
   }

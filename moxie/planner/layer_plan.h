@@ -13,12 +13,12 @@ struct LayerPlan {
   Plan plan;  // resolved, legal
   PlanSource source;
 };
-// `cache_file` empty: no cache.
-LayerPlan plan_for_layer(const Problem& problem, const MachineId& machine,
-                         const std::string& cache_file);
-
 // Predictions of Moxie's own rows are off by up to 5.5 % (docs/planner.md): a smaller gain is none.
 inline constexpr double kModelError = 0.06;
+
+// `cache_file` empty: no cache. `model_error`: what a predicted gain must exceed.
+LayerPlan plan_for_layer(const Problem& problem, const MachineId& machine,
+                         const std::string& cache_file, double model_error = kModelError);
 
 // The shipped device record of a GPU by the name its driver gives it; empty when there is none.
 std::string record_of_device(const std::string& device);

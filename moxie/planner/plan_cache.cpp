@@ -40,9 +40,9 @@ CacheFile read_cache(const std::string& file) {
   } else if (json.is_discarded() || !json.is_object()) {
     cache.unusable = "it is no JSON object";
   } else if (!json.contains("format") || json.at("format") != kFormat) {
-    cache.unusable = fmt::format("its format is {}, must be {}",
-                                 json.contains("format") ? json.at("format").dump() : "missing",
-                                 kFormat);
+    cache.unusable =
+        fmt::format("its format is {}, must be {}",
+                    json.contains("format") ? json.at("format").dump() : "missing", kFormat);
   } else if (!json.contains("entries") || !json.at("entries").is_array()) {
     cache.unusable = "it has no list 'entries'";
   } else {
@@ -109,8 +109,7 @@ CachedPlan find_plan(const std::string& file, const PlanKey& key) {
     if (!has_key(entry, wanted)) continue;
     try {
       const std::string where = fmt::format("plan cache {}: the plan of this layer", file);
-      Plan plan =
-          plan_from_json(entry.contains("plan") ? Json(entry.at("plan")) : Json(), where);
+      Plan plan = plan_from_json(entry.contains("plan") ? Json(entry.at("plan")) : Json(), where);
       plan = pipeline::resolve(key.problem, plan);
       pipeline::check(key.problem, plan);
       return {plan, fmt::format("plan cache {}", file)};

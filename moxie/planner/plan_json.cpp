@@ -106,8 +106,7 @@ Plan plan_from_json(const nlohmann::json& json, const std::string& where) {
             p.combine);
   read_word(json, "save", std::array{SavePolicy::none, SavePolicy::z, SavePolicy::z_and_x}, where,
             p.save);
-  for_each_count(p,
-                 [&](const char* field, auto& value) { read_count(json, field, where, value); });
+  for_each_count(p, [&](const char* field, auto& value) { read_count(json, field, where, value); });
   return p;
 }
 

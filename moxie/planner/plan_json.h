@@ -1,5 +1,5 @@
-// Problem and Plan as JSON: the same words in the plan cache, in problem.json of a dump and in every
-// report of the command.
+// Problem and Plan as JSON: the same words in the plan cache, in problem.json of a dump and in
+// every report of the command.
 #pragma once
 #include <nlohmann/json.hpp>
 #include <string>
