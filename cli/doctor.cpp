@@ -11,6 +11,7 @@
 
 #include "cli/doctor.h"
 #include "cli/errors.h"
+#include "cli/options.h"
 #include "cli/tensors.h"
 #include "cli/verbs.h"
 #include "moxie/core/environment.h"
@@ -134,7 +135,12 @@ Verb add_doctor(CLI::App& app) {
       app.add_subcommand("doctor", "what this machine and this build can do, and what is missing");
   const auto json = std::make_shared<bool>(false);
   verb->add_flag("--json", *json, "print JSON instead of a table");
-  return {verb, [json] {
+  const auto record = std::make_shared<std::string>();
+  add_text(*verb, "--record", "FILE",
+           "measure a device record on the GPUs of this machine, under a minute",
+           [record](const std::string& text) { *record = text; });
+  return {verb, [json, record] {
+            if (!record->empty()) return record_device(*record);
             std::vector<Finding> findings = examine();
             const GpuMachineInfo gpus = examine_gpus();
             const NcclInfo nccl = examine_nccl();

@@ -217,6 +217,10 @@ void add_run_options(CLI::App& app, RunOptions& options) {
   add_work(app, options);
   add_cuda_options(app, options.cuda);
   add_plan_options(app, options.plan);
+  add_text(app, "--plan-cache", "FILE",
+           "where a layer without plan options finds a tuned plan, off: nowhere [`moxie doctor`]",
+           [&options](const std::string& text) { options.plan_cache = text; })
+      ->group("Work");
   add_results(app, options);
 }
 

@@ -45,6 +45,8 @@ struct RunOptions {
   std::int64_t kill_rank = kNotGiven;
   HostGemm gemm = HostGemm::automatic;
   Plan plan;
+  bool plan_given = false;  // any of its options; else the layer chooses
+  std::string plan_cache;
   CudaOptions cuda;
   // where results go
   std::string dump, trace, json;

@@ -192,6 +192,7 @@ int tune(const TuneOptions& o, const CLI::App& verb, const std::vector<std::stri
   const bool table = o.json != "-";
   if (!o.json.empty() && table) check_writable(o.json);
   const std::string cache = plan_cache_file(o.cache);
+  if (!cache.empty()) planner::check_plan_cache(cache);
   const planner::Machine machine = record_for(o, work.scenario);
   Json report = {{"commit", o.commit.empty() ? source_commit() : Json(o.commit)},
                  {"argv", command},

@@ -60,6 +60,14 @@ bool has_key(const OrderedJson& entry, const Json& key) {
               fmt::format("plan cache {} cannot be written: {}; name another file", file, why));
 }
 
+CacheFile usable_cache(const std::string& file) {
+  CacheFile cache = read_cache(file);
+  if (cache.unusable.empty()) return cache;
+  throw Error(ErrorCode::unavailable,
+              fmt::format("plan cache {} cannot be added to: {}; remove it or name another file",
+                          file, cache.unusable));
+}
+
 void replace_file(const std::string& file, const std::string& text) {
   std::error_code error;
   const fs::path folder = fs::path(file).parent_path();
@@ -120,16 +128,13 @@ CachedPlan find_plan(const std::string& file, const PlanKey& key) {
   return {{}, fmt::format("plan cache {} has no entry for this layer and machine", file)};
 }
 
+void check_plan_cache(const std::string& file) { usable_cache(file); }
+
 void store_plan(const std::string& file, const PlanKey& key, const Plan& plan,
                 const OrderedJson& measured) {
   const Plan resolved = pipeline::resolve(key.problem, plan);
   pipeline::check(key.problem, resolved);
-  CacheFile cache = read_cache(file);
-  if (!cache.unusable.empty()) {
-    throw Error(ErrorCode::unavailable,
-                fmt::format("plan cache {} cannot be added to: {}; remove it or name another file",
-                            file, cache.unusable));
-  }
+  const CacheFile cache = usable_cache(file);
   // One entry per layer and machine: that of an older Moxie goes.
   Json wanted = to_json(key);
   wanted.erase("moxie");

@@ -27,6 +27,8 @@ struct CachedPlan {
 };
 CachedPlan find_plan(const std::string& file, const PlanKey& key);
 
+// Throws as store_plan would for a file that is something else: asked before the work.
+void check_plan_cache(const std::string& file);
 // `measured` is kept beside the plan for people. Throws Error(invalid_plan) for a plan that is not
 // legal, Error(unavailable) when the file cannot be written or is something else.
 void store_plan(const std::string& file, const PlanKey& key, const Plan& plan,
