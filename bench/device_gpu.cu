@@ -65,7 +65,8 @@ __global__ void meet_kernel(std::uint32_t* counter /* [1] */, int rounds,
       device::add_release_gpu(counter, 1);
       const std::uint32_t wanted = gridDim.x * static_cast<std::uint32_t>(round);
       std::uint32_t seen = 0;
-      // A CTA that gave up adds no more: the others' waits end by their own limit or the abort flag.
+      // A CTA that gave up adds no more: the others' waits end by their own limit or the abort
+      // flag.
       if (!device::bounded_wait(
               [&] { return (seen = device::load_acquire_gpu(counter)) >= wanted; },
               [&] { return std::uint64_t{seen}; }, limits,
@@ -192,14 +193,14 @@ MemoryRates measure_memory(int device) {
                                           static_cast<const uint4*>(from.get()), kCopyBytes / 16);
   };
   const auto read_once = [&] {
-    read_l2_kernel<<<ctas / 4, 512, 0, stream>>>(static_cast<const uint4*>(from.get()),
-                                                 kL2Bytes / 16, static_cast<unsigned*>(never.get()));
+    read_l2_kernel<<<ctas / 4, 512, 0, stream>>>(
+        static_cast<const uint4*>(from.get()), kL2Bytes / 16, static_cast<unsigned*>(never.get()));
   };
   for (int i = 0; i < 3; ++i) copy_once(), read_once();
   MemoryRates rates;
   rates.copy_gbps = 2e-6 * static_cast<double>(kCopyBytes) / timer.window(copy_once, 20).ms;
-  rates.l2_read_gbps = 1e-6 * static_cast<double>(kL2Bytes) * (ctas / 4) /
-                       timer.window(read_once, kL2Rounds).ms;
+  rates.l2_read_gbps =
+      1e-6 * static_cast<double>(kL2Bytes) * (ctas / 4) / timer.window(read_once, kL2Rounds).ms;
   return rates;
 }
 
@@ -255,8 +256,7 @@ std::vector<ProductTime> measure_products(
     progress(p.name, static_cast<double>(times.size()) / static_cast<double>(products.size()));
     const GpuTiming timing = bench.measure(p, 0);
     const std::int64_t cols = p.swiglu ? kTileCols / 2 : kTileCols;
-    const auto tiles =
-        static_cast<double>(p.rows / kTileRows * ((p.n + cols - 1) / cols));
+    const auto tiles = static_cast<double>(p.rows / kTileRows * ((p.n + cols - 1) / cols));
     const double flops = 2.0 * static_cast<double>(p.rows) * static_cast<double>(p.k) *
                          static_cast<double>(p.n) * (p.swiglu ? 2 : 1);
     ProductTime time{timing.ms, timing.sm_clock_mhz, 1e-9 * flops / timing.ms, 0};

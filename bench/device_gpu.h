@@ -23,8 +23,8 @@ struct MemoryRates {
 MemoryRates measure_memory(int device);
 
 struct LaunchCosts {
-  double launch_us = 0;     // one empty kernel in a stream of them
-  double grid_sync_us = 0;  // all CTAs meet at a counter, one CTA per SM
+  double launch_us = 0;      // one empty kernel in a stream of them
+  double grid_sync_us = 0;   // all CTAs meet at a counter, one CTA per SM
   double local_load_us = 0;  // one ld.acquire.sys of own memory after another
 };
 LaunchCosts measure_launches(int device);
@@ -50,12 +50,12 @@ double sustained_clock_mhz(int device, const Product& product);
 
 // Between two GPUs that reach each other's memory.
 struct LinkRates {
-  std::vector<int> ctas;                      // 1, 2, 4, 8, 16
-  std::vector<double> pull_gbps, push_gbps;   // [ctas] one direction, bulk copies of 16 KB
+  std::vector<int> ctas;                          // 1, 2, 4, 8, 16
+  std::vector<double> pull_gbps, push_gbps;       // [ctas] one direction, bulk copies of 16 KB
   double pull_both_gbps = 0, push_both_gbps = 0;  // each direction, both GPUs at once, 8 CTAs
-  double copy_engine_gbps = 0;                // cudaMemcpyPeerAsync
-  double remote_load_us = 0;                  // one ld.acquire.sys of the peer's memory
-  double signal_us = 0;                       // half a ping-pong of flags
+  double copy_engine_gbps = 0;                    // cudaMemcpyPeerAsync
+  double remote_load_us = 0;                      // one ld.acquire.sys of the peer's memory
+  double signal_us = 0;                           // half a ping-pong of flags
 };
 // False: they do not, and `rates` is untouched.
 bool measure_link(int device, int peer, LinkRates& rates);

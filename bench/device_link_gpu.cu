@@ -79,8 +79,8 @@ __global__ void remote_load_kernel(const std::uint64_t* words /* [32], peer */, 
   out[1] = sum;
 }
 
-// Two GPUs hand a number to and fro: `mine` lies here and the peer writes it, `theirs` likewise. The
-// first one begins. ns of all rounds but the first ten in out[0].
+// Two GPUs hand a number to and fro: `mine` lies here and the peer writes it, `theirs` likewise.
+// The first one begins. ns of all rounds but the first ten in out[0].
 __global__ void ping_pong_kernel(const std::uint64_t* mine, std::uint64_t* theirs, bool first,
                                  int rounds, unsigned long long* out /* [1] */,
                                  device::WaitLimits limits) {
@@ -101,8 +101,9 @@ __global__ void ping_pong_kernel(const std::uint64_t* mine, std::uint64_t* their
 // Streams, events and words of one of the two.
 struct Side {
   explicit Side(int device_in)
-      : device(device_in), words(device, 8192, "flags"), memory(device, kMostCtas * kBytesPerCta,
-                                                                "a link's buffer") {
+      : device(device_in),
+        words(device, 8192, "flags"),
+        memory(device, kMostCtas * kBytesPerCta, "a link's buffer") {
     const DeviceGuard guard(device);
     check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream");
     for (cudaEvent_t& event : events) check_cuda(cudaEventCreate(&event), "creating an event");
@@ -154,7 +155,8 @@ struct Side {
   }
 
   int device;
-  DeviceBytes words;  // 128 bytes apart: [0] flag, [1] times, [2, 3] loaded by the peer, [4, 5] waits
+  DeviceBytes
+      words;  // 128 bytes apart: [0] flag, [1] times, [2, 3] loaded by the peer, [4, 5] waits
   DeviceBytes memory;
   cudaStream_t stream = nullptr;
   std::array<cudaEvent_t, 2> events{};

@@ -55,7 +55,8 @@ class Recorder {
     set(Field::clock_peak_mhz, p.clock_peak_mhz, "cudaDevAttrClockRate");
     set(Field::hbm_gb, p.memory_gb, "cudaDeviceProp");
     if (p.memory_peak_gbps > 10)
-      set(Field::hbm_peak_gbps, p.memory_peak_gbps, "memory clock times bus width, twice per clock");
+      set(Field::hbm_peak_gbps, p.memory_peak_gbps,
+          "memory clock times bus width, twice per clock");
     set(Field::l2_mb, p.l2_mb, "cudaDeviceProp");
     if (gpu_.power_limit_w) set(Field::tdp_w, *gpu_.power_limit_w, "NVML, enforced power limit");
     if (gpu_.nvlinks.size() > 0) {
@@ -83,16 +84,17 @@ class Recorder {
     const std::vector<bench::Product> products = all_products();
     const double rate = tensor_rate();
     const auto times = bench::measure_products(
-        0, products, rate, [&](const std::string& what, double done) { progress.show(what, done); });
+        0, products, rate,
+        [&](const std::string& what, double done) { progress.show(what, done); });
     std::vector<double> overheads;
     double burst_mhz = 0, most_flops = 0;
     for (std::size_t i = 0; i < products.size(); ++i) {
       const bench::Product& p = products[i];
       const bench::ProductTime& t = times[i];
-      m_.gemm.push_back({bench::kTileRows, bench::kTileCols, p.k, t.tflops, t.clock_mhz,
-                         fmt::format("{}: grouped {} of {} rows, n {}, burst", where_,
-                                     p.swiglu ? "gate and up with SwiGLU" : "product", p.rows,
-                                     p.n)});
+      m_.gemm.push_back(
+          {bench::kTileRows, bench::kTileCols, p.k, t.tflops, t.clock_mhz,
+           fmt::format("{}: grouped {} of {} rows, n {}, burst", where_,
+                       p.swiglu ? "gate and up with SwiGLU" : "product", p.rows, p.n)});
       overheads.push_back(t.overhead_cycles);
       const double flops = t.tflops * t.ms;
       if (flops > most_flops) most_flops = flops, burst_mhz = t.clock_mhz, largest_ = p;
@@ -111,9 +113,12 @@ class Recorder {
   bool link() {
     bench::LinkRates r;
     if (!bench::measure_link(0, 1, r)) return false;
-    set(Field::sm_pull_gbps, r.pull_gbps.front(), "contiguous pull by one CTA, 12 x 16 KB in flight");
-    set(Field::sm_push_gbps, r.push_gbps.front(), "contiguous push by one CTA, 12 x 16 KB in flight");
-    set(Field::remote_load_us, r.remote_load_us, "2000 ld.acquire.sys of the peer's memory in turn");
+    set(Field::sm_pull_gbps, r.pull_gbps.front(),
+        "contiguous pull by one CTA, 12 x 16 KB in flight");
+    set(Field::sm_push_gbps, r.push_gbps.front(),
+        "contiguous push by one CTA, 12 x 16 KB in flight");
+    set(Field::remote_load_us, r.remote_load_us,
+        "2000 ld.acquire.sys of the peer's memory in turn");
     set(Field::signal_us, r.signal_us, "half of a flag ping-pong, 1990 rounds");
     if (raw_gbps_) packets(r);
     m_.also["copies"] = {{"ctas", r.ctas},
@@ -132,14 +137,15 @@ class Recorder {
   // Headers and requests from what the payload reaches, one way and both ways at once.
   void packets(const bench::LinkRates& r) {
     constexpr double kPayload = 128;
-    const double one_way = std::max(r.copy_engine_gbps,
-                                    *std::max_element(r.push_gbps.begin(), r.push_gbps.end()));
+    const double one_way =
+        std::max(r.copy_engine_gbps, *std::max_element(r.push_gbps.begin(), r.push_gbps.end()));
     const double header = planner::packet_overhead_bytes(*raw_gbps_, one_way, kPayload);
     const auto say = [](const char* what, double gbps) {
       return fmt::format("{}: {:.0f} GB/s of payload in packets of 128 B", what, gbps);
     };
     set(Field::push_forward_bytes, header, say("fastest copy one way", one_way));
-    set(Field::pull_forward_bytes, header, say("taken to be that of a push; fastest copy one way", one_way));
+    set(Field::pull_forward_bytes, header,
+        say("taken to be that of a push; fastest copy one way", one_way));
     set(Field::push_reverse_bytes,
         planner::packet_overhead_bytes(*raw_gbps_, r.push_both_gbps, kPayload, header),
         say("both GPUs pushing", r.push_both_gbps));
@@ -163,8 +169,8 @@ class Recorder {
       const std::int64_t H = preset.hidden, I = preset.intermediate;
       if (!seen.insert({H, I}).second) continue;
       for (const std::int64_t rows : {8192, 32768}) {
-        products.push_back({fmt::format("{} gate and up, {} rows", preset.name, rows), true, I, H,
-                            rows});
+        products.push_back(
+            {fmt::format("{} gate and up, {} rows", preset.name, rows), true, I, H, rows});
         products.push_back({fmt::format("{} down, {} rows", preset.name, rows), false, H, I, rows});
       }
     }
@@ -223,8 +229,9 @@ int record_device(const std::string& file) {
   print_beside(record, recorder.like());
   fmt::print("\n{:<12}{:>8}{:>10}{:>10}\n", "tile", "K", "TFLOP/s", "MHz");
   for (const planner::GemmPoint& p : record.gemm)
-    fmt::print("{:<12}{:>8}{:>10.1f}{:>10.0f}  {}\n", fmt::format("{}x{}", p.tile_rows, p.tile_cols),
-               p.k, p.tflops, p.clock_mhz, p.source.substr(p.source.rfind(": ") + 2));
+    fmt::print("{:<12}{:>8}{:>10.1f}{:>10.0f}  {}\n",
+               fmt::format("{}x{}", p.tile_rows, p.tile_cols), p.k, p.tflops, p.clock_mhz,
+               p.source.substr(p.source.rfind(": ") + 2));
   fmt::print("\nalso        {}\n", recorder.also().dump());
   if (!linked)
     fmt::print("note        one GPU, or no peer access: what a link does was not measured\n");
@@ -236,7 +243,8 @@ int record_device(const std::string& file) {
 
 int record_device(const std::string&) {
   throw Failure(
-      "--record measures a GPU and needs a build with CUDA, which this is not; `make cuda` puts one "
+      "--record measures a GPU and needs a build with CUDA, which this is not; `make cuda` puts "
+      "one "
       "at build/cuda/bin/moxie");
 }
 

@@ -250,8 +250,7 @@ Json to_json(const RunReport& report) {
                {"input", input_words(report)},
                {"plan", to_json(report.plan)},
                {"plan_source",
-                {{"origin", name(report.plan_source.origin)},
-                 {"words", report.plan_source.words}}},
+                {{"origin", name(report.plan_source.origin)}, {"words", report.plan_source.words}}},
                {"memory_bytes_per_rank", report.memory_bytes}};
   json["rows"] = {{"per_rank", report.routing.rows_per_rank},
                   {"per_expert", report.routing.rows_per_expert}};

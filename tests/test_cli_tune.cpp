@@ -17,8 +17,8 @@ TEST_F(CliTune, MeasuresStoresAndIsFoundByALayer) {
                                  "--rounds 3 --candidates 2 --cache c.json --json r.json "
                                  "--commit abc");
   ASSERT_EQ(result.code, 0) << result.err;
-  for (const char* word : {"default", "nothing: the noise", "all the same bits", "  kept  ",
-                           "stored in c.json"}) {
+  for (const char* word :
+       {"default", "nothing: the noise", "all the same bits", "  kept  ", "stored in c.json"}) {
     EXPECT_NE(result.out.find(word), std::string::npos) << word << " in\n" << result.out;
   }
   const auto report = nlohmann::json::parse(read("r.json"));
@@ -42,7 +42,8 @@ TEST_F(CliTune, MeasuresStoresAndIsFoundByALayer) {
   EXPECT_EQ(entry["key"]["machine"]["backend"], "cpu");
 
   // `moxie run` of the same layer says where its plan is from.
-  const std::string run = "run " + kLayer + "--ranks 2 --routing uniform --repeat 1 --forward-only ";
+  const std::string run =
+      "run " + kLayer + "--ranks 2 --routing uniform --repeat 1 --forward-only ";
   write("env", "");
   const CliResult found = moxie(run + "--plan-cache c.json --json -");
   ASSERT_EQ(found.code, 0) << found.err;

@@ -1,5 +1,5 @@
-// The plan cache: what is stored is found again under the same key and no other; what cannot be used
-// is ignored with the reason; a file is replaced as a whole.
+// The plan cache: what is stored is found again under the same key and no other; what cannot be
+// used is ignored with the reason; a file is replaced as a whole.
 #include <gtest/gtest.h>
 #include <stdlib.h>
 

@@ -71,8 +71,8 @@ TEST(PlannerRecord, PacketOverheadsFollowFromRates) {
   EXPECT_NEAR(packet_overhead_bytes(450, 400, 128), 16, 0.01);
   EXPECT_NEAR(packet_overhead_bytes(450, 335, 128, 16), 28, 0.1);
   EXPECT_NEAR(packet_overhead_bytes(450, 360, 128, 16), 16, 0.01);
-  EXPECT_EQ(packet_overhead_bytes(450, 460, 128), 0);     // faster than the link: nothing is left
-  EXPECT_EQ(packet_overhead_bytes(450, 10, 128), 256);    // no link: the most that is legal
+  EXPECT_EQ(packet_overhead_bytes(450, 460, 128), 0);   // faster than the link: nothing is left
+  EXPECT_EQ(packet_overhead_bytes(450, 10, 128), 256);  // no link: the most that is legal
 }
 
 }  // namespace

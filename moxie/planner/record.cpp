@@ -32,7 +32,8 @@ double rounded(double value) {  // four digits: more are noise
 double packet_overhead_bytes(double raw_gbps, double payload_gbps, double payload_bytes,
                              double other_bytes) {
   const double bytes = raw_gbps * payload_bytes / payload_gbps - payload_bytes - other_bytes;
-  return std::clamp(bytes, rule(Field::pull_reverse_bytes).min, rule(Field::pull_reverse_bytes).max);
+  return std::clamp(bytes, rule(Field::pull_reverse_bytes).min,
+                    rule(Field::pull_reverse_bytes).max);
 }
 
 std::string record_json(const Measurements& measured, const std::string& like) {
