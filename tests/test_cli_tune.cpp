@@ -79,7 +79,7 @@ TEST_F(CliTune, WhatIsWrongIsRefusedBeforeAnyWork) {
   expect_error("tune --routing router", 2, {"'router'", "uniform"});
   expect_error("tune --direction backward", 1, {"backward", "forward is"});
   expect_error("tune --devices 0,1", 2, {"--devices", "--backend cuda"});
-  expect_error("tune --device h300 " + kLayer, 2, {"'h300'", "h200"});
+  expect_error("tune --device h300 " + kLayer, 2, {"'h300'", "h100"});
   expect_error("tune --backend cuda " + kLayer, 1, {"--backend cuda"});
   expect_error("tune --scenario missing.json", 1, {"missing.json", "does not exist"});
   write("c.json", "no cache");
