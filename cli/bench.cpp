@@ -3,7 +3,6 @@
 // GPU's clock depends on what ran before.
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <array>
 #include <memory>
 
@@ -11,6 +10,7 @@
 #include "cli/bench_machine.h"
 #include "cli/bench_report.h"
 #include "cli/bench_scenario.h"
+#include "cli/bench_turns.h"
 #include "cli/device_tensors.h"
 #include "cli/errors.h"
 #include "cli/files.h"
@@ -20,9 +20,6 @@
 
 namespace moxie::cli {
 namespace {
-
-constexpr double kMostError = 1e-2;  // BF16 layers are off by 3e-3
-constexpr std::int64_t kTokensToCheck = 4;
 
 struct BenchOptions {
   std::string what, scenario, shapes, modes, direction, baselines, commit, json;
@@ -63,36 +60,8 @@ void apply_options(BenchOptions& options, CLI::App& verb, Scenario& scenario) {
         "run` times backward on the CPU");
   }
   for (const BenchShape& shape : scenario.shapes) {  // before any work
-    const Problem problem = problem_of(scenario, shape);
+    const Problem problem = case_of(scenario, shape).problem;
     pipeline::check(problem, pipeline::resolve(problem, scenario.plan));
-  }
-}
-
-std::unique_ptr<BenchTarget> make_target(const Scenario& scenario, const BenchShape& shape) {
-  return scenario.backend == BackendKind::cuda ? make_cuda_target(scenario, shape)
-                                               : make_cpu_target(scenario, shape);
-}
-
-// Everything that is to be timed, in turns. A baseline that fails on the way is left out.
-void measure_in_turns(std::vector<TimedRun>& runs, const Scenario& scenario, BenchRow& row,
-                      std::vector<std::string>& notes, Progress& progress) {
-  for (std::int64_t round = 0; round < scenario.rounds; ++round) {
-    for (const BenchMode mode : scenario.modes) {
-      std::vector<TimedRun> order = runs;
-      if (round % 2 == 1) std::reverse(order.begin(), order.end());
-      for (const TimedRun& run : order) {
-        progress.show(fmt::format("{}: {} {}", row.shape, name(mode), run.name),
-                      static_cast<double>(round) / static_cast<double>(scenario.rounds));
-        try {
-          row.samples[{run.name, mode}].push_back(run.measure(mode));
-        } catch (const Failure& failure) {
-          notes.push_back(
-              fmt::format("{} was not measured on {}: {}", run.name, row.shape, failure.what()));
-          for (const BenchMode any : scenario.modes) row.samples.erase({run.name, any});
-          std::erase_if(runs, [&](const TimedRun& other) { return other.name == run.name; });
-        }
-      }
-    }
   }
 }
 
@@ -100,12 +69,13 @@ BenchRow bench_shape(const Scenario& scenario, const BenchShape& shape, Baseline
                      const std::vector<std::string>& pci_bus_ids, std::vector<std::string>& notes,
                      Progress& progress) {
   progress.show(shape.name + ": weights", 0);
-  const std::unique_ptr<BenchTarget> target = make_target(scenario, shape);
+  const std::unique_ptr<BenchTarget> target = make_target(scenario, case_of(scenario, shape));
   target->run_once();
   progress.show(shape.name + ": check against FP64", 0);
   BenchRow row{.shape = shape.name,
                .problem = target->problem,
                .plan = target->plan(),
+               .tokens = case_of(scenario, shape).tokens,
                .rows_per_rank = routing_stats(target->problem, target->routes).rows_per_rank,
                .max_rel_l2 = max_relative_l2(*target, kTokensToCheck),
                .launches = target->count_launches(),

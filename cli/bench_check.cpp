@@ -26,8 +26,8 @@ HostTensor fetch(const BenchTarget& target, const ConstTensorView& view, std::in
                  std::int64_t num_elements) {
   HostTensor tensor(view.dtype, {num_elements});
   const std::int64_t item = size_bytes(view.dtype);
-  target.copy_to_host(tensor.bytes.data(), static_cast<const std::byte*>(view.data) + first * item,
-                      tensor.bytes.size());
+  target.copy(tensor.bytes.data(), static_cast<const std::byte*>(view.data) + first * item,
+              tensor.bytes.size());
   return tensor;
 }
 
@@ -43,31 +43,75 @@ void for_each_row(std::int64_t num_rows, Work&& work) {
   }
 }
 
-void add_expert(const BenchTarget& target, std::int64_t expert, const std::vector<Route>& routes,
-                std::vector<Sample>& samples) {
+// The matrices of one expert on the host; absent where the problem has none.
+struct Expert {
+  HostTensor gate, up, down, gate_bias, up_bias, down_bias;
+  std::int64_t width = 0;
+};
+
+Expert fetch_expert(const BenchTarget& target, std::int64_t expert) {
   const Problem& p = target.problem;
   const std::int64_t H = p.hidden, I = p.intermediate;
   const RankId home = expert_home(p.num_experts, p.num_ranks, ExpertId{expert});
   const std::int64_t local = expert - expert_begin(p.num_experts, p.num_ranks, home);
-  const Weights& weights = target.inputs[static_cast<std::size_t>(home.v)].weights;
-  const HostTensor gate = fetch(target, weights.gate, local * I * H, I * H);
-  const HostTensor up = fetch(target, weights.up, local * I * H, I * H);
-  const HostTensor down = fetch(target, weights.down, local * H * I, H * I);
+  const Weights& w = target.inputs[static_cast<std::size_t>(home.v)].weights;
+  const auto part = [&](const ConstTensorView& view, std::int64_t size) {
+    return view.absent() ? HostTensor{} : fetch(target, view, local * size, size);
+  };
+  return {part(w.gate, I * H),
+          part(w.up, I * H),
+          part(w.down, H * I),
+          part(w.gate_bias, I),
+          part(w.up_bias, I),
+          part(w.down_bias, H),
+          I};
+}
+
+void add_expert(const Problem& p, const Expert& e, const std::vector<Route>& routes,
+                std::vector<Sample>& samples) {
+  const std::int64_t H = p.hidden, I = e.width;
+  const auto bias = [](const HostTensor& tensor, std::int64_t i) {
+    return tensor.absent() ? 0 : value_at(tensor, i);
+  };
   std::vector<Row> hidden(routes.size(), Row(static_cast<std::size_t>(I)));
   for_each_row(I, [&](std::int64_t i) {
-    const Row g = load(gate, i * H, H), u = load(up, i * H, H);
+    const Row g = load(e.gate, i * H, H), u = load(e.up, i * H, H);
     for (std::size_t r = 0; r < routes.size(); ++r) {
       const Row& x = samples[routes[r].sample].x;
       hidden[r][static_cast<std::size_t>(i)] =
-          activate(p.activation, p.dtype, dot(g, x), dot(u, x)).value;
+          activate(p.activation, p.dtype, dot(g, x) + bias(e.gate_bias, i),
+                   dot(u, x) + bias(e.up_bias, i))
+              .value;
     }
   });
   for_each_row(H, [&](std::int64_t h) {
-    const Row d = load(down, h * I, I);
+    const Row d = load(e.down, h * I, I);
     for (std::size_t r = 0; r < routes.size(); ++r)
       samples[routes[r].sample].y[static_cast<std::size_t>(h)] +=
-          routes[r].weight * dot(d, hidden[r]);
+          routes[r].weight * (dot(d, hidden[r]) + bias(e.down_bias, h));
   });
+}
+
+// The shared expert, which every rank has its own copy of: of the samples of one rank.
+void add_shared(const BenchTarget& target, std::size_t rank, std::vector<Sample>& samples) {
+  const Problem& p = target.problem;
+  const std::int64_t H = p.hidden, I = p.shared.intermediate;
+  const Weights& w = target.inputs[rank].weights;
+  const Expert expert{fetch(target, w.shared_gate, 0, I * H),
+                      fetch(target, w.shared_up, 0, I * H),
+                      fetch(target, w.shared_down, 0, H * I),
+                      {},
+                      {},
+                      {},
+                      I};
+  Row gate;
+  if (p.shared.output_gate) gate = load(fetch(target, w.shared_output_gate, 0, H), 0, H);
+  std::vector<Route> routes;
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    if (samples[i].rank == rank)
+      routes.push_back({i, gate.empty() ? 1 : sigmoid(dot(samples[i].x, gate))});
+  }
+  add_expert(p, expert, routes, samples);
 }
 
 }  // namespace
@@ -93,7 +137,10 @@ double max_relative_l2(const BenchTarget& target, std::int64_t tokens_per_rank) 
       samples.push_back({rank, token, load(x, 0, H), Row(static_cast<std::size_t>(H))});
     }
   }
-  for (const auto& [expert, of_expert] : routes) add_expert(target, expert, of_expert, samples);
+  for (const auto& [expert, of_expert] : routes)
+    add_expert(p, fetch_expert(target, expert), of_expert, samples);
+  for (std::size_t rank = 0; p.shared.intermediate > 0 && rank < target.inputs.size(); ++rank)
+    add_shared(target, rank, samples);
   double worst = 0;
   for (const Sample& sample : samples) {
     const HostTensor got = fetch(target, target.outputs[sample.rank].y, sample.token * H, H);

@@ -13,52 +13,60 @@ namespace {
 
 class CpuTarget final : public BenchTarget {
  public:
-  CpuTarget(const Scenario& scenario, const BenchShape& shape)
-      : world_(World::cpu({.num_ranks = scenario.num_ranks})),
-        layer_(world_, problem_of(scenario, shape), scenario.plan) {
+  CpuTarget(const Scenario& scenario, const BenchCase& bench)
+      : world_(World::cpu({.num_ranks = bench.problem.num_ranks})),
+        layer_(world_, bench.problem, scenario.plan) {
     problem = layer_.problem();
     RunOptions options;
     options.seed = scenario.seed;
     Setup setup;
     setup.problem = problem;
-    setup.tokens.assign(static_cast<std::size_t>(problem.num_ranks), shape.tokens_per_rank);
+    setup.tokens = bench.tokens;
     setup.routing = scenario.routing;
     setup.backward = false;
     Progress progress;
     routes = make_inputs(options, setup, progress).ranks;
     for (std::int64_t rank = 0; rank < problem.num_ranks; ++rank)
-      results_.push_back(
-          allocate_results(problem, setup.types, rank, shape.tokens_per_rank, false));
+      results_.push_back(allocate_results(problem, setup.types, rank,
+                                          bench.tokens[static_cast<std::size_t>(rank)], false));
     inputs = forward_inputs(routes);
     outputs = forward_outputs(results_);
   }
 
   void run_once() override { layer_.infer(inputs, outputs); }
-  std::vector<TimedRun> timed_runs() override {
-    run_once();
-    const double estimate_ms = window(3);
-    return {{"moxie", [this, estimate_ms](BenchMode mode) {
-               std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(kIdleMs));
-               window(mode == BenchMode::burst ? 1 : passes_for(kLoadMs, estimate_ms));
-               return Timing{window(passes_for(kWindowMs, estimate_ms)), std::nullopt};
-             }}};
+  std::vector<TimedRun> timed_runs() override { return {timed("moxie", layer_)}; }
+  PlannedRun add_plan(const std::string& name, const Plan& plan) override {
+    auto layer = std::make_shared<Layer>(world_, problem, plan);
+    others_.push_back(layer);
+    return {timed(name, *layer), [this, layer] { layer->infer(inputs, outputs); }, layer->plan()};
   }
-  void copy_to_host(void* to, const void* from, std::size_t num_bytes) const override {
+  void copy(void* to, const void* from, std::size_t num_bytes) const override {
     std::memcpy(to, from, num_bytes);
   }
+  MachineId machine() const override { return world_.machine(); }
   std::optional<std::int64_t> count_launches() override { return std::nullopt; }
   Plan plan() const override { return layer_.plan(); }
 
  private:
-  double window(std::int64_t num_passes) {
+  TimedRun timed(const std::string& name, Layer& layer) {
+    layer.infer(inputs, outputs);
+    const double estimate_ms = window(layer, 3);
+    return {name, [this, &layer, estimate_ms](BenchMode mode) {
+              std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(kIdleMs));
+              window(layer, mode == BenchMode::burst ? 1 : passes_for(kLoadMs, estimate_ms));
+              return Timing{window(layer, passes_for(kWindowMs, estimate_ms)), std::nullopt};
+            }};
+  }
+  double window(Layer& layer, std::int64_t num_passes) {
     const auto begin = std::chrono::steady_clock::now();
-    for (std::int64_t i = 0; i < num_passes; ++i) run_once();
+    for (std::int64_t i = 0; i < num_passes; ++i) layer.infer(inputs, outputs);
     const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - begin;
     return ms.count() / static_cast<double>(num_passes);
   }
 
   World world_;
   Layer layer_;
+  std::vector<std::shared_ptr<Layer>> others_;
   std::vector<RankResults> results_;
 };
 
@@ -68,8 +76,13 @@ std::int64_t passes_for(double wanted_ms, double estimate_ms) {
   return std::max<std::int64_t>(2, std::llround(wanted_ms / std::max(estimate_ms, 1e-6)));
 }
 
-std::unique_ptr<BenchTarget> make_cpu_target(const Scenario& scenario, const BenchShape& shape) {
-  return std::make_unique<CpuTarget>(scenario, shape);
+std::unique_ptr<BenchTarget> make_cpu_target(const Scenario& scenario, const BenchCase& bench) {
+  return std::make_unique<CpuTarget>(scenario, bench);
+}
+
+std::unique_ptr<BenchTarget> make_target(const Scenario& scenario, const BenchCase& bench) {
+  return scenario.backend == BackendKind::cuda ? make_cuda_target(scenario, bench)
+                                               : make_cpu_target(scenario, bench);
 }
 
 }  // namespace moxie::cli

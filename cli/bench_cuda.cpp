@@ -20,15 +20,15 @@ constexpr double kTimeoutSeconds = 10;  // a pass takes milliseconds
 
 class CudaTarget final : public BenchTarget {
  public:
-  CudaTarget(const Scenario& scenario, const BenchShape& shape)
-      : devices_(rank_devices(scenario.cuda, scenario.num_ranks)),
-        world_(World::cuda({.num_ranks = scenario.num_ranks, .timeout_s = kTimeoutSeconds},
+  CudaTarget(const Scenario& scenario, const BenchCase& bench)
+      : devices_(rank_devices(scenario.cuda, bench.problem.num_ranks)),
+        world_(World::cuda({.num_ranks = bench.problem.num_ranks, .timeout_s = kTimeoutSeconds},
                            scenario.cuda)),
-        layer_(world_, problem_of(scenario, shape), scenario.plan),
+        layer_(world_, bench.problem, scenario.plan),
         timer_(devices_[0]) {
     problem = layer_.problem();
     world_.set_stream(timer_.stream());
-    make_routes_on_host(scenario, shape.tokens_per_rank);
+    make_routes_on_host(scenario, bench.tokens);
     for (std::size_t rank = 0; rank < devices_.size(); ++rank) make_rank(rank, scenario.seed);
     make_zero_copy_inputs();
   }
@@ -47,16 +47,27 @@ class CudaTarget final : public BenchTarget {
 
   std::vector<TimedRun> timed_runs() override {
     std::vector<TimedRun> runs;
-    add_run(runs, "moxie", inputs, {});
-    add_run(runs, "moxie zero_copy", zero_copy_, {});
+    runs.push_back(timed("moxie", layer_, inputs, {}));
+    runs.push_back(timed("moxie zero_copy", layer_, zero_copy_, {}));
     // Neither staged nor sorted nor agreed on: what that costs is the difference to zero_copy.
-    add_run(runs, "moxie kept_schedule", zero_copy_, {.keep_schedule = true});
+    runs.push_back(timed("moxie kept_schedule", layer_, zero_copy_, {.keep_schedule = true}));
     // One rank: the expert FFN with its gather and scatter, beside the products alone.
-    if (problem.num_ranks == 1) add_run(runs, "moxie without_merge", inputs, {.skip_merge = true});
+    if (problem.num_ranks == 1)
+      runs.push_back(timed("moxie without_merge", layer_, inputs, {.skip_merge = true}));
     return runs;
   }
+  PlannedRun add_plan(const std::string& name, const Plan& plan) override {
+    auto layer = std::make_shared<Layer>(world_, problem, plan);
+    others_.push_back(layer);
+    return {timed(name, *layer, inputs, {}),
+            [this, layer] {
+              layer->infer(inputs, outputs);
+              world_.synchronize();
+            },
+            layer->plan()};
+  }
 
-  void copy_to_host(void* to, const void* from, std::size_t num_bytes) const override {
+  void copy(void* to, const void* from, std::size_t num_bytes) const override {
     bench::copy(to, from, num_bytes);
   }
 
@@ -67,11 +78,13 @@ class CudaTarget final : public BenchTarget {
     return count ? std::optional(*count / num_gpus) : std::nullopt;
   }
   Plan plan() const override { return layer_.plan(); }
+  MachineId machine() const override { return world_.machine(); }
 
  private:
-  void make_routes_on_host(const Scenario& scenario, std::int64_t num_tokens) {
+  void make_routes_on_host(const Scenario& scenario, const std::vector<std::int64_t>& tokens) {
     const RunTypes types{.ids = DType::i64};
     for (std::int64_t rank = 0; rank < problem.num_ranks; ++rank) {
+      const std::int64_t num_tokens = tokens[static_cast<std::size_t>(rank)];
       RankTensors tensors;
       tensors.x.shape = {num_tokens, problem.hidden};  // of its values the routing asks nothing
       for (const auto& [name, member] : {InputName{"expert_ids", &RankTensors::expert_ids},
@@ -84,23 +97,29 @@ class CudaTarget final : public BenchTarget {
     make_routes(problem, scenario.routing, RouterKind::softmax, scenario.seed, routes);
   }
 
+  // Weights of every part the problem has; rows of matrices have length about one.
   void make_rank(std::size_t rank, std::uint64_t seed) {
-    const std::int64_t T = routes[rank].x.shape.dim[0], H = problem.hidden,
-                       I = problem.intermediate;
-    const std::int64_t E_local = num_local_experts(problem.num_experts, problem.num_ranks,
-                                                   RankId{static_cast<std::int64_t>(rank)});
-    const double by_hidden = 1 / std::sqrt(static_cast<double>(H));
-    const double by_width = 1 / std::sqrt(static_cast<double>(I));
-    const std::uint64_t stream = (seed * 64 + rank) * 8;
+    const std::int64_t T = routes[rank].x.shape.dim[0];
+    std::uint64_t stream = (seed * 64 + rank) * 16;
+    const auto part = [&](const char* name) -> ConstTensorView {
+      const TensorSpec spec = tensor_spec(problem, {}, static_cast<std::int64_t>(rank), T, name);
+      ++stream;
+      if (spec.shape.rank == 0) return {};
+      const auto length = static_cast<double>(spec.shape.dim[spec.shape.rank - 1]);
+      return random(spec.shape, rank, 1 / std::sqrt(length), stream);
+    };
     ForwardInput in;
-    in.x = random({T, H}, rank, 1, stream);
-    in.weights.gate = random({E_local, I, H}, rank, by_hidden, stream + 1);
-    in.weights.up = random({E_local, I, H}, rank, by_hidden, stream + 2);
-    in.weights.down = random({E_local, H, I}, rank, by_width, stream + 3);
+    in.x = random({T, problem.hidden}, rank, 1, stream);
+    Weights& w = in.weights;
+    w.gate = part("gate"), w.up = part("up"), w.down = part("down");
+    w.gate_bias = part("gate_bias"), w.up_bias = part("up_bias"), w.down_bias = part("down_bias");
+    w.shared_gate = part("shared_gate"), w.shared_up = part("shared_up");
+    w.shared_down = part("shared_down"), w.shared_output_gate = part("shared_output_gate");
     in.expert_ids = upload(routes[rank].expert_ids, rank);
     in.route_weights = upload(routes[rank].route_weights, rank);
     inputs.push_back(in);
-    outputs.push_back({random({T, H}, rank, 1, stream + 4)});  // anything but the result
+    outputs.push_back(
+        {random({T, problem.hidden}, rank, 1, stream + 1)});  // anything but the result
   }
 
   TensorView allocate(DType dtype, const Shape& shape, std::size_t rank) {
@@ -132,44 +151,45 @@ class CudaTarget final : public BenchTarget {
     }
   }
 
-  void add_run(std::vector<TimedRun>& runs, const char* run_name,
-               const std::vector<ForwardInput>& from, const FaultInjection& faults) {
-    const auto enqueue = [this, &from] { layer_.infer(from, outputs); };
+  TimedRun timed(const std::string& run_name, Layer& layer, const std::vector<ForwardInput>& from,
+                 const FaultInjection& faults) {
+    const auto enqueue = [this, &layer, &from] { layer.infer(from, outputs); };
     world_.set_faults(faults);
     enqueue();
     const double estimate_ms = timer_.window(enqueue, 3).ms;
-    runs.push_back({run_name, [this, enqueue, estimate_ms, faults](BenchMode mode) {
-                      world_.set_faults(faults);
-                      timer_.synchronize();
-                      std::this_thread::sleep_for(
-                          std::chrono::duration<double, std::milli>(kIdleMs));
-                      const std::int64_t warm_up =
-                          mode == BenchMode::burst ? 1 : passes_for(kLoadMs, estimate_ms);
-                      for (std::int64_t i = 0; i < warm_up; ++i) enqueue();
-                      const bench::GpuTiming timing =
-                          timer_.window(enqueue, passes_for(kWindowMs, estimate_ms));
-                      world_.synchronize();  // throws what went wrong in the passes
-                      return Timing{timing.ms, timing.sm_clock_mhz};
-                    }});
+    world_.synchronize();  // throws what went wrong in the passes
+    return {run_name, [this, enqueue, estimate_ms, faults](BenchMode mode) {
+              world_.set_faults(faults);
+              timer_.synchronize();
+              std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(kIdleMs));
+              const std::int64_t warm_up =
+                  mode == BenchMode::burst ? 1 : passes_for(kLoadMs, estimate_ms);
+              for (std::int64_t i = 0; i < warm_up; ++i) enqueue();
+              const bench::GpuTiming timing =
+                  timer_.window(enqueue, passes_for(kWindowMs, estimate_ms));
+              world_.synchronize();  // throws what went wrong in the passes
+              return Timing{timing.ms, timing.sm_clock_mhz};
+            }};
   }
 
   std::vector<int> devices_;              // [R]
   std::vector<bench::GpuMemory> memory_;  // outlives the layer's last pass: freed after timer_
   World world_;
   Layer layer_;
+  std::vector<std::shared_ptr<Layer>> others_;
   bench::GpuTimer timer_;
   std::vector<ForwardInput> zero_copy_;  // [R]
 };
 
 }  // namespace
 
-std::unique_ptr<BenchTarget> make_cuda_target(const Scenario& scenario, const BenchShape& shape) {
-  return std::make_unique<CudaTarget>(scenario, shape);
+std::unique_ptr<BenchTarget> make_cuda_target(const Scenario& scenario, const BenchCase& bench) {
+  return std::make_unique<CudaTarget>(scenario, bench);
 }
 
 #else
 
-std::unique_ptr<BenchTarget> make_cuda_target(const Scenario&, const BenchShape&) {
+std::unique_ptr<BenchTarget> make_cuda_target(const Scenario&, const BenchCase&) {
   require_cuda();
   return nullptr;
 }

@@ -16,6 +16,7 @@ struct BenchRow {
   std::string shape;
   Problem problem;
   Plan plan;
+  std::vector<std::int64_t> tokens;  // [R]
   std::vector<std::int64_t> rows_per_rank;
   double max_rel_l2 = 0;
   std::optional<std::int64_t> launches;

@@ -201,7 +201,7 @@ void keep_shapes(const std::string& text, Scenario& scenario) {
   scenario.shapes = std::move(kept);
 }
 
-Problem problem_of(const Scenario& scenario, const BenchShape& shape) {
+BenchCase case_of(const Scenario& scenario, const BenchShape& shape) {
   Problem problem;
   problem.num_ranks = scenario.num_ranks;
   problem.max_tokens = shape.tokens_per_rank;
@@ -220,7 +220,9 @@ Problem problem_of(const Scenario& scenario, const BenchShape& shape) {
         fmt::format("shape '{}': top_k is {}; it must be at most the number of experts, {}",
                     shape.name, problem.top_k, problem.num_experts));
   }
-  return problem;
+  return {shape.name, problem,
+          std::vector<std::int64_t>(static_cast<std::size_t>(scenario.num_ranks),
+                                    shape.tokens_per_rank)};
 }
 
 }  // namespace moxie::cli

@@ -46,7 +46,13 @@ Direction parse_direction(const std::string& text);
 // Keeps the shapes that `text` names ("a,b"), in the scenario's order.
 void keep_shapes(const std::string& text, Scenario& scenario);
 
+// A layer and how many tokens each rank brings.
+struct BenchCase {
+  std::string name;
+  Problem problem;
+  std::vector<std::int64_t> tokens;  // [R]
+};
 // Throws Failure when the shape is not legal.
-Problem problem_of(const Scenario& scenario, const BenchShape& shape);
+BenchCase case_of(const Scenario& scenario, const BenchShape& shape);
 
 }  // namespace moxie::cli

@@ -1,5 +1,5 @@
-// One layer with its data on one backend, ready to be timed: what `moxie bench layer` measures.
-// bench_cpu.cpp and bench_cuda.cpp make them.
+// One layer with its data on one backend, ready to be timed: what `moxie bench layer` and `moxie
+// tune` measure. bench_cpu.cpp and bench_cuda.cpp make them.
 #pragma once
 #include <cstddef>
 #include <functional>
@@ -28,6 +28,13 @@ struct TimedRun {
   std::function<Timing(BenchMode)> measure;
 };
 
+// A further layer on a target's data, under another plan.
+struct PlannedRun {
+  TimedRun timed;
+  std::function<void()> run_once;  // returns when y is there
+  Plan plan;                       // resolved
+};
+
 class BenchTarget {
  public:
   virtual ~BenchTarget() = default;
@@ -35,7 +42,11 @@ class BenchTarget {
   virtual void run_once() = 0;
   // The layer itself first ("moxie"), then its variants that this backend has.
   virtual std::vector<TimedRun> timed_runs() = 0;
-  virtual void copy_to_host(void* to, const void* from, std::size_t num_bytes) const = 0;
+  // Throws Error for a plan that the backend cannot run. The run must not outlive the target.
+  virtual PlannedRun add_plan(const std::string& name, const Plan& plan) = 0;
+  // Between the host and where the arrays lie, either way.
+  virtual void copy(void* to, const void* from, std::size_t num_bytes) const = 0;
+  virtual MachineId machine() const = 0;
   virtual std::optional<std::int64_t> count_launches() = 0;  // kernels per pass and GPU
   virtual Plan plan() const = 0;
 
@@ -45,11 +56,16 @@ class BenchTarget {
   std::vector<ForwardOutput> outputs;  // [R]
 };
 
-std::unique_ptr<BenchTarget> make_cpu_target(const Scenario& scenario, const BenchShape& shape);
-std::unique_ptr<BenchTarget> make_cuda_target(const Scenario& scenario, const BenchShape& shape);
+// Of the scenario: backend, GPUs, routing, seed, plan. Throws Failure when the machine or this
+// build has no such backend.
+std::unique_ptr<BenchTarget> make_target(const Scenario& scenario, const BenchCase& layer);
+std::unique_ptr<BenchTarget> make_cpu_target(const Scenario& scenario, const BenchCase& layer);
+std::unique_ptr<BenchTarget> make_cuda_target(const Scenario& scenario, const BenchCase& layer);
 
 // The largest relative L2 error of y over sampled tokens of every rank, against FP64 loops on the
 // host. Only the experts that these tokens need are brought there.
 double max_relative_l2(const BenchTarget& target, std::int64_t tokens_per_rank);
+inline constexpr double kMostError = 1e-2;  // BF16 layers are off by 3e-3
+inline constexpr std::int64_t kTokensToCheck = 4;
 
 }  // namespace moxie::cli

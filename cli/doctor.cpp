@@ -4,8 +4,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
-#include <cstdlib>
 #include <fstream>
 #include <memory>
 #include <sstream>
@@ -13,8 +11,10 @@
 
 #include "cli/doctor.h"
 #include "cli/errors.h"
+#include "cli/options.h"
 #include "cli/tensors.h"
 #include "cli/verbs.h"
+#include "moxie/core/environment.h"
 #include "moxie/moxie.h"
 
 namespace moxie::cli {
@@ -92,20 +92,6 @@ std::vector<Finding> examine() {
   return findings;
 }
 
-struct Variable {
-  const char* name;
-  const char* meaning;
-};
-// All that this program, its libraries and its tests read. The program itself reads none.
-constexpr std::array kVariables = {
-    Variable{"ONEDNN_MAX_CPU_ISA", "oneDNN: caps the instruction set; other bits than without it"},
-    Variable{"ONEDNN_VERBOSE", "oneDNN: prints each call"},
-    Variable{"OMP_NUM_THREADS", "no effect: each worker computes its tiles on its own thread"},
-    Variable{"MOXIE_TEST_SEED", "tests only: rerun a random test with the same inputs"},
-    Variable{"MOXIE_TEST_PASSES", "tests only: number of shuffled passes of test_protocol"},
-    Variable{"MOXIE_TEST_GEMM", "tests only: automatic | onednn | plain"},
-};
-
 void print_table(const std::vector<Finding>& findings) {
   fmt::print("Moxie {}\n\n", version());
   for (const Finding& finding : findings) {
@@ -113,11 +99,13 @@ void print_table(const std::vector<Finding>& findings) {
     if (!finding.consequence.empty()) fmt::print("{:<23}-> {}\n", "", finding.consequence);
   }
   fmt::print("\nenvironment variables that matter\n");
-  for (const Variable& variable : kVariables) {
-    const char* value = std::getenv(variable.name);
+  for (const EnvironmentVariable& variable : environment_variables()) {
+    const char* value = variable.value();
     fmt::print("  {:<22}{:<10}{}\n", variable.name, value == nullptr ? "not set" : value,
                variable.meaning);
   }
+  const std::string cache = plan_cache_file();
+  fmt::print("\nplan cache    {}\n", cache.empty() ? "none" : cache);
 }
 
 Json to_json(const std::vector<Finding>& findings, const Json& gpus) {
@@ -126,13 +114,18 @@ Json to_json(const std::vector<Finding>& findings, const Json& gpus) {
     list.push_back(
         {{"what", f.what}, {"ok", f.good}, {"found", f.found}, {"consequence", f.consequence}});
   }
-  for (const Variable& v : kVariables) {
-    const char* value = std::getenv(v.name);
+  for (const EnvironmentVariable& v : environment_variables()) {
+    const char* value = v.value();
     variables.push_back({{"name", v.name},
                          {"value", value == nullptr ? Json() : Json(value)},
                          {"meaning", v.meaning}});
   }
-  return {{"moxie", version()}, {"findings", list}, {"cuda", gpus}, {"environment", variables}};
+  const std::string cache = plan_cache_file();
+  return {{"moxie", version()},
+          {"findings", list},
+          {"cuda", gpus},
+          {"environment", variables},
+          {"plan_cache", cache.empty() ? Json() : Json(cache)}};
 }
 
 }  // namespace
@@ -142,7 +135,12 @@ Verb add_doctor(CLI::App& app) {
       app.add_subcommand("doctor", "what this machine and this build can do, and what is missing");
   const auto json = std::make_shared<bool>(false);
   verb->add_flag("--json", *json, "print JSON instead of a table");
-  return {verb, [json] {
+  const auto record = std::make_shared<std::string>();
+  add_text(*verb, "--record", "FILE",
+           "measure a device record on the GPUs of this machine, under a minute",
+           [record](const std::string& text) { *record = text; });
+  return {verb, [json, record] {
+            if (!record->empty()) return record_device(*record);
             std::vector<Finding> findings = examine();
             const GpuMachineInfo gpus = examine_gpus();
             const NcclInfo nccl = examine_nccl();

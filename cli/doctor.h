@@ -18,6 +18,9 @@ struct Finding {
 // Driver, runtime, NVML, each GPU, peer access, NVLink, NCCL.
 void add_gpu_findings(const GpuMachineInfo& machine, const NcclInfo& nccl,
                       std::vector<Finding>& findings);
+// Measures a device record on GPU 0 (and its link to GPU 1) into `file`; the exit code. Throws
+// Failure where there is no GPU or no CUDA.
+int record_device(const std::string& file);
 Json gpus_json(const GpuMachineInfo& machine, const NcclInfo& nccl);
 
 }  // namespace moxie::cli

@@ -5,12 +5,12 @@
 #include <sys/utsname.h>
 
 #include <array>
-#include <fstream>
 #include <thread>
 
 #include "cli/errors.h"
 #include "cli/files.h"
 #include "cli/options.h"
+#include "moxie/core/machine.h"
 
 namespace moxie::cli {
 namespace {
@@ -50,59 +50,10 @@ std::size_t choice_at(const Json& json, const char* key, std::span<const std::st
   }
 }
 
-// 1.702f as 1.702, not as 1.7020000219345093; reading it back gives the same float.
-double shortest(float value) { return std::stod(fmt::format("{}", value)); }
-
-std::string cpu_model() {
-  std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);) {
-    if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
-  }
-  return "unknown";
-}
-
 }  // namespace
 
 std::string to_text(const Json& json) {
   return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
-}
-
-Json to_json(const Problem& p) {
-  return {
-      {"num_ranks", p.num_ranks},
-      {"max_tokens", p.max_tokens},
-      {"hidden", p.hidden},
-      {"intermediate", p.intermediate},
-      {"num_experts", p.num_experts},
-      {"top_k", p.top_k},
-      {"dtype", name(p.dtype)},
-      {"activation",
-       {{"kind", name(p.activation.kind)},
-        {"limit", shortest(p.activation.limit)},
-        {"alpha", shortest(p.activation.alpha)}}},
-      {"expert_bias", p.expert_bias},
-      {"shared", {{"intermediate", p.shared.intermediate}, {"output_gate", p.shared.output_gate}}}};
-}
-
-Json to_json(const Plan& p) {
-  return {{"mode", name(p.mode)},
-          {"order", name(p.order)},
-          {"dispatch", name(p.dispatch)},
-          {"combine", name(p.combine)},
-          {"num_slabs", p.num_slabs},
-          {"band_blocks", p.band_blocks},
-          {"lag_bands", p.lag_bands},
-          {"minibatch_blocks", p.minibatch_blocks},
-          {"capacity_rows", p.capacity_rows},
-          {"x_ring_blocks", p.x_ring_blocks},
-          {"hidden_ring_blocks", p.hidden_ring_blocks},
-          {"chunk_blocks", p.chunk_blocks},
-          {"lag_chunks", p.lag_chunks},
-          {"backward_ring_blocks", p.backward_ring_blocks},
-          {"save", name(p.save)},
-          {"saved_rows", p.saved_rows},
-          {"comm_workers", p.comm_workers},
-          {"compute_workers", p.compute_workers}};
 }
 
 Json machine_json() {

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cli/tensors.h"
+#include "moxie/planner/plan_json.h"
 
 namespace moxie::cli {
 
@@ -12,9 +13,8 @@ using Json = nlohmann::ordered_json;
 
 // Indented, with a newline at the end. A file name that is no UTF-8 does not stop a report.
 std::string to_text(const Json& json);
-Json to_json(const Problem& problem);
-Json to_json(const Plan& plan);
-Json machine_json();  // cores, CPU, operating system
+using planner::to_json;  // of Problem and Plan
+Json machine_json();     // cores, CPU, operating system
 
 // `where` names the file in errors. Throws Failure for a missing key, a wrong type or an unknown
 // word.

@@ -25,8 +25,8 @@ int fail(int code, const std::string& sentence) {
 void reject_unknown_verb(const CLI::App& app) {
   const std::vector<std::string> words = app.remaining();
   if (words.empty()) return;
-  static constexpr std::array<std::string_view, 7> kVerbs = {
-      "run", "bench", "plan", "simulate", "presets", "doctor", "trace"};
+  static constexpr std::array<std::string_view, 8> kVerbs = {
+      "run", "bench", "tune", "plan", "simulate", "presets", "doctor", "trace"};
   if (words.front().starts_with("-")) {
     throw Usage(fmt::format(
         "`moxie` has no option {} before a verb; `moxie --help` lists the verbs", words.front()));
@@ -62,9 +62,9 @@ int main_function(int argc, char** argv) {
   app.set_version_flag("--version", "moxie " + version());
   app.require_subcommand(0, 1);
   app.allow_extras();
-  std::vector<Verb> verbs = {add_run(app, command), add_bench(app, command), add_plan(app),
-                             add_simulate(app),     add_presets(app),        add_doctor(app),
-                             add_trace(app)};
+  std::vector<Verb> verbs = {add_run(app, command), add_bench(app, command), add_tune(app, command),
+                             add_plan(app),         add_simulate(app),       add_presets(app),
+                             add_doctor(app),       add_trace(app)};
   for (const Verb& verb : verbs) verb.app->allow_extras();
   try {
     return parse_and_run(app, verbs, argc, argv);

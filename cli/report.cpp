@@ -216,6 +216,9 @@ std::string to_table(const RunReport& report) {
   text += line("tokens", token_words(report));
   text += line("rows", row_words(report.routing));
   text += line("plan", plan_words(report.plan, report.setup.backend));
+  if (report.plan_source.origin == PlanOrigin::cache ||
+      report.plan_source.origin == PlanOrigin::planner)
+    text += line("", "from " + report.plan_source.words);
   text += line("memory", fmt::format("{:.1f} MB per rank for heap and workspace",
                                      static_cast<double>(report.memory_bytes) * 1e-6));
   text += '\n' + pass_table(report);
@@ -246,6 +249,8 @@ Json to_json(const RunReport& report) {
                {"tokens", report.setup.tokens},
                {"input", input_words(report)},
                {"plan", to_json(report.plan)},
+               {"plan_source",
+                {{"origin", name(report.plan_source.origin)}, {"words", report.plan_source.words}}},
                {"memory_bytes_per_rank", report.memory_bytes}};
   json["rows"] = {{"per_rank", report.routing.rows_per_rank},
                   {"per_expert", report.routing.rows_per_expert}};

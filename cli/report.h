@@ -15,7 +15,8 @@ namespace moxie::cli {
 struct RunReport {
   std::vector<std::string> command;  // argv
   Setup setup;
-  Plan plan;                      // resolved
+  Plan plan;  // resolved
+  PlanSource plan_source;
   std::string place = "the CPU";  // or "2 GPUs"
   std::string gemm, origin;
   std::int64_t memory_bytes = 0;  // heap and workspace of one rank; all are alike

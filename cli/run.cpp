@@ -27,6 +27,7 @@ WorldOptions world_options(const RunOptions& options, const Setup& setup) {
   world.validate_finite = options.validate;
   world.gemm = options.gemm;
   world.faults.shuffle_seed = options.shuffle;
+  world.plan_cache = options.plan_cache;
   if (options.kill_rank != kNotGiven) {
     if (options.kill_rank >= world.num_ranks) {
       throw Usage(
@@ -99,8 +100,10 @@ int run(RunOptions options, const std::vector<std::string>& command) {
   report.gemm = world.describe_gemm();
   std::vector<RankResults> results;
   {
-    Layer layer(world, setup.problem, options.plan);
+    Layer layer = options.plan_given ? Layer(world, setup.problem, options.plan)
+                                     : Layer(world, setup.problem);
     report.plan = layer.plan();
+    report.plan_source = layer.plan_source();
     for (const BufferBytes& buffer : layer.memory()) report.memory_bytes += buffer.num_bytes;
     for (std::size_t rank = 0; rank < setup.tokens.size(); ++rank) {
       results.push_back(allocate_results(setup.problem, setup.types,
@@ -151,7 +154,10 @@ Verb add_run(CLI::App& app, const std::vector<std::string>& command) {
       "Exit codes: 0 done, 1 failure (file, check, timeout), 2 wrong usage.");
   const auto options = std::make_shared<RunOptions>();
   add_run_options(*verb, *options);
-  return {verb, [options, &command] { return run(*options, command); }};
+  return {verb, [options, verb, &command] {
+            options->plan_given = any_given(*verb, kPlanGroup);
+            return run(*options, command);
+          }};
 }
 
 }  // namespace moxie::cli

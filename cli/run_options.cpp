@@ -44,9 +44,11 @@ std::vector<std::int64_t> parse_tokens(const std::string& text) {
   return tokens;
 }
 
-void add_shape(CLI::App& app, RunOptions& o) {
+}  // namespace
+
+void add_shape_options(CLI::App& app, RunOptions& o) {
   constexpr Range kPositive{1, kInt32.max};
-  const auto group = [](CLI::Option* option) { option->group("Shape"); };
+  const auto group = [](CLI::Option* option) { option->group(kShapeGroup); };
   group(add_text(app, "--preset", "NAME",
                  "a published layer (`moxie presets`); other shape options override its parts",
                  [&o](const std::string& text) { o.preset = find_preset(text).name; }));
@@ -77,6 +79,8 @@ void add_shape(CLI::App& app, RunOptions& o) {
                             "storage of activations and weights [bf16]"));
 }
 
+namespace {
+
 void add_input(CLI::App& app, RunOptions& o) {
   const auto group = [](CLI::Option* option) { option->group("Input"); };
   group(add_text(app, "--text", "FILE",
@@ -102,7 +106,7 @@ void add_input(CLI::App& app, RunOptions& o) {
 
 void add_work(CLI::App& app, RunOptions& o) {
   const auto group = [](CLI::Option* option) { option->group("Work"); };
-  group(add_choice(app, "--backend", o.backend, kBackends, "[cpu]"));
+  add_backend_option(app, o.backend)->group("Work");
   group(app.add_flag("--backward", o.backward,
                      "forward and backward (the default on the CPU; not there on GPUs yet)"));
   group(app.add_flag("--forward-only", o.forward_only, "no backward pass"));
@@ -148,6 +152,16 @@ void add_results(CLI::App& app, RunOptions& o) {
 }
 
 }  // namespace
+
+CLI::Option* add_backend_option(CLI::App& app, BackendKind& backend) {
+  return add_choice(app, "--backend", backend, kBackends, "[cpu]");
+}
+
+bool any_given(const CLI::App& app, const char* group) {
+  for (const CLI::Option* option : app.get_options([](const CLI::Option*) { return true; }))
+    if (option->get_group() == group && option->count() > 0) return true;
+  return false;
+}
 
 void add_plan_options(CLI::App& app, Plan& p) {
   const auto group = [](CLI::Option* option) { option->group(kPlanGroup); };
@@ -198,11 +212,15 @@ void add_cuda_options(CLI::App& app, CudaOptions& cuda) {
 }
 
 void add_run_options(CLI::App& app, RunOptions& options) {
-  add_shape(app, options);
+  add_shape_options(app, options);
   add_input(app, options);
   add_work(app, options);
   add_cuda_options(app, options.cuda);
   add_plan_options(app, options.plan);
+  add_text(app, "--plan-cache", "FILE",
+           "where a layer without plan options finds a tuned plan, off: nowhere [`moxie doctor`]",
+           [&options](const std::string& text) { options.plan_cache = text; })
+      ->group("Work");
   add_results(app, options);
 }
 

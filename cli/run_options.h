@@ -45,6 +45,8 @@ struct RunOptions {
   std::int64_t kill_rank = kNotGiven;
   HostGemm gemm = HostGemm::automatic;
   Plan plan;
+  bool plan_given = false;  // any of its options; else the layer chooses
+  std::string plan_cache;
   CudaOptions cuda;
   // where results go
   std::string dump, trace, json;
@@ -53,10 +55,15 @@ struct RunOptions {
 // Registers the options; `options` must outlive `app`.
 void add_run_options(CLI::App& app, RunOptions& options);
 // Parts of it that other verbs have too. The group's name tells plan options from the others.
+inline constexpr const char* kShapeGroup = "Shape";
 inline constexpr const char* kPlanGroup = "Plan (changes the time and the memory, never the bits)";
 inline constexpr const char* kCudaGroup = "CUDA (with --backend cuda)";
+void add_shape_options(CLI::App& app, RunOptions& options);
+CLI::Option* add_backend_option(CLI::App& app, BackendKind& backend);
 void add_plan_options(CLI::App& app, Plan& plan);
 void add_cuda_options(CLI::App& app, CudaOptions& cuda);
+// Whether the command line has any option of that group.
+bool any_given(const CLI::App& app, const char* group);
 // Options that contradict each other. Throws Usage.
 void check_consistency(const RunOptions& options);
 

@@ -20,5 +20,6 @@ Verb add_doctor(CLI::App& app);
 Verb add_trace(CLI::App& app);
 Verb add_plan(CLI::App& app);
 Verb add_simulate(CLI::App& app);
+Verb add_tune(CLI::App& app, const std::vector<std::string>& command);
 
 }  // namespace moxie::cli

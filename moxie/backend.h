@@ -56,6 +56,7 @@ class Backend {
   virtual void set_timeout(double seconds) = 0;
   virtual void set_faults(const FaultInjection& faults) = 0;
   virtual std::string describe_gemm() const = 0;
+  virtual MachineId machine() const = 0;
   virtual void set_stream(void*) {}  // for backends whose passes are asynchronous, as the next one
   virtual void synchronize() {}
 

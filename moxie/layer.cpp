@@ -6,8 +6,10 @@
 #include <utility>
 
 #include "moxie/backend.h"
+#include "moxie/core/environment.h"
 #include "moxie/moxie.h"
 #include "moxie/pipeline/layout.h"
+#include "moxie/planner/layer_plan.h"
 
 namespace moxie {
 namespace {
@@ -199,6 +201,7 @@ void World::set_faults(const FaultInjection& faults) { backend_->set_faults(faul
 void World::set_stream(void* stream) { backend_->set_stream(stream); }
 void World::synchronize() { backend_->synchronize(); }
 std::string World::describe_gemm() const { return backend_->describe_gemm(); }
+MachineId World::machine() const { return backend_->machine(); }
 
 Context::Context(std::unique_ptr<ContextState> state) : state_(std::move(state)) {}
 Context::Context(Context&&) noexcept = default;
@@ -228,8 +231,11 @@ struct Layer::State {
   Backend* backend = nullptr;
   Problem problem;
   Plan plan;
+  PlanSource source;
   std::unique_ptr<BackendLayer> impl;
 
+  State(World& world, const Problem& of);
+  void build(const Plan& chosen, const PlanSource& from);
   void check_running(const char* what) const {
     if (!backend->stopped()) return;
     throw Error(
@@ -323,28 +329,48 @@ void Layer::State::check_backward(const ContextState& context,
   }
 }
 
-Layer::Layer(World& world, const Problem& problem, const Plan& plan)
-    : state_(std::make_unique<State>()) {
+Layer::State::State(World& world, const Problem& of) : backend(&world.backend()), problem(of) {
   check(problem);
   if (problem.num_ranks != world.num_ranks()) {
     fail(fmt::format(
         "problem.num_ranks is {}, must be the world's number of ranks; nearest legal value {}",
         problem.num_ranks, world.num_ranks()));
   }
-  const Plan resolved = pipeline::resolve(problem, plan);
-  pipeline::check(problem, resolved);
-  state_->backend = &world.backend();
-  state_->problem = problem;
-  state_->plan = resolved;
-  state_->impl = world.backend().make_layer(problem, resolved);
 }
+
+void Layer::State::build(const Plan& chosen, const PlanSource& from) {
+  plan = pipeline::resolve(problem, chosen);
+  pipeline::check(problem, plan);
+  source = from;
+  impl = backend->make_layer(problem, plan);
+}
+
+Layer::Layer(World& world, const Problem& problem, const Plan& plan)
+    : state_(std::make_unique<State>(world, problem)) {
+  state_->build(plan, {PlanOrigin::caller, "given by the caller"});
+}
+
+// A plan that nobody asked for must not be why a layer cannot be made.
 Layer::Layer(World& world, const Problem& problem)
-    : Layer(world, problem, pipeline::default_plan(problem)) {}
+    : state_(std::make_unique<State>(world, problem)) {
+  Backend& backend = *state_->backend;
+  const planner::LayerPlan chosen = planner::plan_for_layer(
+      problem, backend.machine(), plan_cache_file(backend.options().plan_cache));
+  try {
+    state_->build(chosen.plan, chosen.source);
+  } catch (const Error& error) {
+    if (chosen.source.origin == PlanOrigin::standard) throw;
+    state_->build(pipeline::default_plan(problem),
+                  {PlanOrigin::standard, fmt::format("default: {} cannot be used: {}",
+                                                     chosen.source.words, error.what())});
+  }
+}
 Layer::Layer(Layer&&) noexcept = default;
 Layer::~Layer() = default;
 
 const Problem& Layer::problem() const { return state_->problem; }
 const Plan& Layer::plan() const { return state_->plan; }
+const PlanSource& Layer::plan_source() const { return state_->source; }
 
 Context Layer::make_context() const {
   auto context = state_->impl->make_context();

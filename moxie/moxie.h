@@ -17,6 +17,7 @@
 
 #include "moxie/core/error.h"
 #include "moxie/core/host_gemm.h"
+#include "moxie/core/machine.h"
 #include "moxie/core/problem.h"
 #include "moxie/core/tensor.h"
 #include "moxie/pipeline/plan.h"
@@ -95,6 +96,8 @@ struct WorldOptions {
       false;  // check activations, weights and gradients for NaN and infinity before each pass
   HostGemm gemm = HostGemm::automatic;
   FaultInjection faults = {};
+  std::string plan_cache = {};  // file of tuned plans, "off": none; empty: MOXIE_PLAN_CACHE, else
+                                // moxie/plans.json in the user's cache folder
 };
 
 // Where the ranks of a CUDA world run.
@@ -131,6 +134,7 @@ class World {
   // theirs already.
   void synchronize();
   std::string describe_gemm() const;  // "oneDNN 2.6.3, rows padded to 16", "plain loops"
+  MachineId machine() const;          // what plans are chosen and cached for
   Backend& backend() { return *backend_; }
 
  private:
@@ -162,8 +166,9 @@ struct BufferBytes {
 
 class Layer {
  public:
-  // Throws invalid_argument or invalid_plan. A zero in `plan` means "choose"; without a plan it is
-  // pipeline::default_plan's.
+  // Throws invalid_argument or invalid_plan. A zero in `plan` means "choose". Without a plan: the
+  // one that `moxie tune` stored for this problem and machine, else the planner's where it is sure,
+  // else pipeline::default_plan; plan_source() says which.
   Layer(World& world, const Problem& problem, const Plan& plan);
   Layer(World& world, const Problem& problem);
   Layer(Layer&&) noexcept;
@@ -171,6 +176,7 @@ class Layer {
 
   const Problem& problem() const;
   const Plan& plan() const;  // resolved: no zeros left but that of comm_workers
+  const PlanSource& plan_source() const;
 
   // One entry per rank of the world. `trace`, when given, receives the timeline of this pass.
   Context forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,

@@ -28,6 +28,7 @@ build_all() {
 }
 if [ ! -e "$programs/moxie" ] && command -v nvcc > /dev/null; then build_all || exit 1; fi
 
+export MOXIE_PLAN_CACHE=off  # plans are those of the tests and scenarios
 timeout 60 "$programs/moxie" doctor || exit 1
 failed=0
 for suite in $("$programs/moxie_gpu_tests" --gtest_list_tests | grep '^[A-Za-z0-9_/]*\.'); do

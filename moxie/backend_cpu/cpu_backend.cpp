@@ -177,6 +177,13 @@ class CpuBackend final : public Backend {
   void set_timeout(double seconds) override { options_.timeout_s = seconds; }
   void set_faults(const FaultInjection& faults) override { options_.faults = faults; }
   std::string describe_gemm() const override { return gemm_.description(); }
+  MachineId machine() const override {
+    return {.backend = "cpu",
+            .device = cpu_model(),
+            .num_sms = std::thread::hardware_concurrency(),
+            .ranks_of_devices = {options_.num_ranks},
+            .runtime = gemm_.description()};
+  }
 
   // Heaps are shared by all layers; growing one starts its signals from zero again, which is legal
   // between passes.

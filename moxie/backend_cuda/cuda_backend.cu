@@ -191,6 +191,33 @@ std::string CudaBackend::describe_gemm() const {
   return sentence("wgmma m64n256k16, {} x {}", groups_.size(), properties.name);
 }
 
+// Names of different GPUs are joined: such a machine is like no other.
+MachineId CudaBackend::machine() const {
+  MachineId id;
+  id.backend = "cuda";
+  for (const DeviceGroup& group : groups_) {
+    cudaDeviceProp properties{};
+    check_cuda(cudaGetDeviceProperties(&properties, group.device), "reading GPU properties");
+    if (id.device.empty())
+      id.device = properties.name;
+    else if (id.device != properties.name)
+      id.device += std::string(" + ") + properties.name;
+    id.num_sms = properties.multiProcessorCount;
+    id.ranks_of_devices.push_back(static_cast<std::int64_t>(group.ranks.size()));
+  }
+  id.reserve_sms = cuda_.reserve_sms;
+  id.cluster_size = cuda_.cluster_size;
+  const auto words = [](int version) {
+    return sentence("{}.{}", version / 1000, version % 1000 / 10);
+  };
+  int version = 0;
+  check_cuda(cudaDriverGetVersion(&version), "asking for the driver's version");
+  id.driver = words(version);
+  check_cuda(cudaRuntimeGetVersion(&version), "asking for the runtime's version");
+  id.runtime = words(version);
+  return id;
+}
+
 void CudaBackend::synchronize() {
   const DeviceGuard guard(groups_[0].device);
   check_cuda(cudaStreamSynchronize(stream_),

@@ -36,6 +36,7 @@ class CudaBackend final : public Backend {
   void set_timeout(double seconds) override { options_.timeout_s = seconds; }
   void set_faults(const FaultInjection& faults) override { options_.faults = faults; }
   std::string describe_gemm() const override;
+  MachineId machine() const override;
   void set_stream(void* stream) override { stream_ = static_cast<cudaStream_t>(stream); }
   void synchronize() override;
 

@@ -14,6 +14,7 @@ namespace moxie::backend_cuda {
 
 inline void check_cuda(cudaError_t error, const std::string& what) {
   if (error == cudaSuccess) return;
+  cudaGetLastError();  // the runtime remembers it, and the next launch's check would see it again
   throw Error(ErrorCode::unavailable, what + " failed: " + cudaGetErrorString(error));
 }
 

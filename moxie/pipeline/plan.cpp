@@ -23,6 +23,16 @@ const char* name(CombineMode combine) {
   return combine == CombineMode::epilogue ? "epilogue" : "comm_workers";
 }
 
+const char* name(PlanOrigin origin) {
+  switch (origin) {
+    case PlanOrigin::caller: return "caller";
+    case PlanOrigin::cache: return "cache";
+    case PlanOrigin::planner: return "planner";
+    case PlanOrigin::standard: return "default";
+  }
+  return "unknown";
+}
+
 std::string to_string(const Plan& p) {
   std::string text = fmt::format("{} {}", name(p.mode), name(p.order));
   if (p.order == TaskOrder::lag) text += fmt::format(" lag={}", p.lag_bands);

@@ -65,13 +65,27 @@ struct Plan {
 };
 std::string to_string(const Plan& plan);
 
+// Where the plan of a layer is from, and why not from a better place.
+enum class PlanOrigin : std::int32_t {
+  caller,    // given
+  cache,     // measured by `moxie tune`
+  planner,   // predicted to be faster than the default by more than the model's error
+  standard,  // pipeline::default_plan
+};
+const char* name(PlanOrigin origin);
+struct PlanSource {
+  PlanOrigin origin = PlanOrigin::caller;
+  std::string words;  // one line for people
+};
+
 namespace pipeline {
 
 inline constexpr std::int64_t kMaxPassBlocks = 1 << 24;  // shared and routed
 
-// The plan of a Layer made without one. On H200 (docs/decisions/005-power-and-the-pass.md) one
-// launch was faster than split mode at 16, 64 and 128 tokens per rank, and of the slabs, bands and
-// rings tried none was faster on more than one shape, so nothing depends on the problem yet.
+// The plan of a Layer made without one where nothing better is known. On H200
+// (docs/decisions/005-power-and-the-pass.md) one launch was faster than split mode at 16, 64 and
+// 128 tokens per rank, and of the slabs, bands and rings tried none was faster on more than one
+// shape, so nothing depends on the problem yet.
 Plan default_plan(const Problem& problem);
 
 // The most padded blocks of routed rows a rank can receive: every route of every rank to its

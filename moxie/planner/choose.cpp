@@ -102,7 +102,7 @@ PlanChoice choose_plan(const PlanRequest& request, const Machine& machine) {
   }
   int num_memory_only = 0;
   for (const Rated& other : search.others(best)) {
-    if (choice.alternatives.size() == 5) break;
+    if (choice.alternatives.size() == request.num_alternatives) break;
     RatedPlan plan = other.plan;
     plan.what = differences(best.knobs, other.knobs, request.passes);
     if (plan.what.empty()) continue;

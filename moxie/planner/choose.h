@@ -20,6 +20,7 @@ struct PlanRequest {
   std::int32_t reserve_sms = 0;
   bool all_ranks = true;  // simulate the chosen plan on all ranks; false: on one of equal ranks
   double memory_gb = 0;   // heap, workspace and saved rows of one rank; 0: a quarter of its memory
+  std::size_t num_alternatives = 5;
 };
 
 struct RatedPlan {
@@ -33,7 +34,7 @@ struct RatedPlan {
 struct PlanChoice {
   RatedPlan chosen;
   RatedPlan default_plan;               // times 0 when it does not fit into the memory
-  std::vector<RatedPlan> alternatives;  // the five nearest in time, best first
+  std::vector<RatedPlan> alternatives;  // the nearest in time, best first
   Bounds forward_bounds, backward_bounds;
   SimResult forward, backward;       // of the chosen plan
   std::vector<std::string> assumed;  // what the device record does not say

@@ -1,5 +1,9 @@
-// The virtual clock: events in order of time, equal times in order of scheduling. A four-ary heap
-// of 16-byte entries; times are picoseconds, so that sums of tile times do not drift.
+// The virtual clock: events in order of time, equal times in order of scheduling; times are
+// picoseconds, so that sums of tile times do not drift.
+//
+// A ring of short time spans, each a list that is appended to; only the events of the present span
+// lie in a heap. With one heap for all, its levels and its cache misses grew with the ranks; here
+// an event costs the same however many wait. What lies beyond the ring waits in a heap of its own.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -17,15 +21,14 @@ struct QueuedEvent {
   std::uint32_t id = 0;
 };
 
-class EventQueue {
+// Four children to a node: one or two cache lines per level.
+class EventHeap {
  public:
   bool empty() const { return heap_.empty(); }
-  std::size_t size() const { return heap_.size(); }
-  std::uint32_t next() const { return heap_[0].id; }
-  void push(Time time, std::uint32_t id) {
-    heap_.push_back({time, order_++, id});
+  const QueuedEvent& top() const { return heap_[0]; }
+  void push(const QueuedEvent& event) {
+    heap_.push_back(event);
     std::size_t at = heap_.size() - 1;
-    const QueuedEvent event = heap_[at];
     while (at > 0) {
       const std::size_t up = (at - 1) / 4;
       if (!before(event, heap_[up])) break;
@@ -35,10 +38,10 @@ class EventQueue {
     heap_[at] = event;
   }
   QueuedEvent pop() {
-    const QueuedEvent top = heap_[0], last = heap_.back();
+    const QueuedEvent first_event = heap_[0], last = heap_.back();
     heap_.pop_back();
     const std::size_t n = heap_.size();
-    if (n == 0) return top;
+    if (n == 0) return first_event;
     std::size_t at = 0;
     for (;;) {
       const std::size_t first = 4 * at + 1;
@@ -52,7 +55,7 @@ class EventQueue {
       at = least;
     }
     heap_[at] = last;
-    return top;
+    return first_event;
   }
 
  private:
@@ -60,6 +63,55 @@ class EventQueue {
     return a.time != b.time ? a.time < b.time : a.order < b.order;
   }
   std::vector<QueuedEvent> heap_;
+};
+
+class EventQueue {
+ public:
+  bool empty() const { return size_ == 0; }
+  std::uint32_t next() const { return present_.top().id; }  // of a queue that is not empty
+  void push(Time time, std::uint32_t id) {
+    const QueuedEvent event{time, order_++, id};
+    const std::int64_t span = time >> kSpanShift;
+    if (size_++ == 0) now_span_ = span;
+    if (span <= now_span_) {
+      present_.push(event);
+    } else if (span < now_span_ + kSpans) {
+      spans_[static_cast<std::size_t>(span & (kSpans - 1))].push_back(event);
+      ++in_spans_;
+    } else {
+      beyond_.push(event);
+    }
+  }
+  QueuedEvent pop() {
+    const QueuedEvent event = present_.pop();
+    --size_;
+    while (present_.empty() && size_ > 0) advance();
+    return event;
+  }
+
+ private:
+  static constexpr int kSpanShift = 16;            // 2^16 ps: tens of events at 128 ranks
+  static constexpr std::int64_t kSpans = 1 << 12;  // 268 us: longer than any tile
+
+  void advance() {
+    now_span_ = in_spans_ > 0 ? now_span_ + 1 : beyond_.top().time >> kSpanShift;
+    while (!beyond_.empty() && beyond_.top().time >> kSpanShift < now_span_ + kSpans) {
+      const QueuedEvent event = beyond_.pop();
+      const std::int64_t span = event.time >> kSpanShift;
+      spans_[static_cast<std::size_t>(span & (kSpans - 1))].push_back(event);
+      ++in_spans_;
+    }
+    std::vector<QueuedEvent>& due = spans_[static_cast<std::size_t>(now_span_ & (kSpans - 1))];
+    for (const QueuedEvent& event : due) present_.push(event);
+    in_spans_ -= due.size();
+    due.clear();
+  }
+
+  EventHeap present_, beyond_;
+  std::vector<std::vector<QueuedEvent>> spans_ =
+      std::vector<std::vector<QueuedEvent>>(static_cast<std::size_t>(kSpans));
+  std::int64_t now_span_ = 0;
+  std::size_t size_ = 0, in_spans_ = 0;
   std::uint32_t order_ = 0;
 };
 

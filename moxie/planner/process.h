@@ -5,12 +5,20 @@
 #include <exception>
 #include <utility>
 
+#include "moxie/planner/frame_pool.h"
+
 namespace moxie::planner {
 
 class Process {
  public:
   struct promise_type {
     std::coroutine_handle<> caller = nullptr;
+    // Programs are members of a simulation, which has the pool of their frames.
+    template <class Owner, class... Arguments>
+    static void* operator new(std::size_t num_bytes, Owner& owner, Arguments&...) {
+      return owner.frames().allocate(num_bytes);
+    }
+    static void operator delete(void* frame) { FramePool::release(frame); }
     Process get_return_object() {
       return Process(std::coroutine_handle<promise_type>::from_promise(*this));
     }

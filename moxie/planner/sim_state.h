@@ -97,6 +97,7 @@ class Simulation {
   Simulation(const Problem& problem, const Plan& plan, const RoutingCounts& routing,
              const Machine& machine, const SimOptions& options);
   SimResult run();
+  FramePool& frames() const { return frames_; }
 
  private:
   // sim_setup.cpp, sim_prices.cpp
@@ -205,6 +206,7 @@ class Simulation {
   const WireBytes pull_, push_;
   const double row_bytes_;
   const std::int64_t domain_;
+  mutable FramePool frames_;  // outlives the programs
   std::vector<std::unique_ptr<RankState>> ranks_;
   std::deque<Worker> workers_;                    // never moves: programs hold references
   std::vector<std::coroutine_handle<>> goes_on_;  // [workers] where each resumes

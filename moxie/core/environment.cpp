@@ -1,0 +1,44 @@
+#include "moxie/core/environment.h"
+
+#include <array>
+#include <cstdlib>
+
+namespace moxie {
+namespace {
+
+constexpr const char* kPlanCache = "MOXIE_PLAN_CACHE";
+constexpr std::array kVariables = {
+    EnvironmentVariable{kPlanCache, "file of tuned plans, off: none [~/.cache/moxie/plans.json]"},
+    EnvironmentVariable{"XDG_CACHE_HOME", "folder of caches [~/.cache]"},
+    EnvironmentVariable{"ONEDNN_MAX_CPU_ISA",
+                        "oneDNN: caps the instruction set; other bits than without it"},
+    EnvironmentVariable{"ONEDNN_VERBOSE", "oneDNN: prints each call"},
+    EnvironmentVariable{"OMP_NUM_THREADS",
+                        "no effect: each worker computes its tiles on its own thread"},
+    EnvironmentVariable{"MOXIE_TEST_SEED", "tests only: rerun a random test with the same inputs"},
+    EnvironmentVariable{"MOXIE_TEST_PASSES",
+                        "tests only: number of shuffled passes of test_protocol"},
+    EnvironmentVariable{"MOXIE_TEST_GEMM", "tests only: automatic | onednn | plain"},
+};
+
+std::string text_of(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value == nullptr ? "" : value;
+}
+
+}  // namespace
+
+const char* EnvironmentVariable::value() const { return std::getenv(name); }
+std::span<const EnvironmentVariable> environment_variables() { return kVariables; }
+
+std::string plan_cache_file(const std::string& option) {
+  std::string file = option.empty() ? text_of(kPlanCache) : option;
+  if (file == kNoPlanCache) return "";
+  if (!file.empty()) return file;
+  const std::string home = text_of("HOME");
+  std::string folder = text_of("XDG_CACHE_HOME");
+  if (folder.empty() && !home.empty()) folder = home + "/.cache";
+  return folder.empty() ? "" : folder + "/moxie/plans.json";
+}
+
+}  // namespace moxie
