@@ -38,8 +38,21 @@ struct WgradSchedule {
     __device__ __forceinline__ Tile tile(uint32_t ticket, int32_t lane_idx) const {
       const uint32_t per_expert = schedule.units_per_expert();
       const uint32_t num_n_tiles = schedule.num_n_tiles, row_units = schedule.row_units();
+
+      // A last wave that fills at most half of the clusters is handed out as half tiles of 64 rows.
+      const uint32_t num_whole = per_expert * schedule.num_experts;
+      const uint32_t num_clusters = gridDim.x / kClusterSize;
+      const uint32_t in_last_wave = num_whole % num_clusters;
+      const uint32_t num_split = 2 * in_last_wave <= num_clusters ? in_last_wave : 0;
+      if (ticket >= num_whole + num_split) return {0, 0, 0, 0, 0, kNoMoreTiles};
+      int32_t half_begin = 0, half_rows = BLOCK_M;
+      if (ticket >= num_whole - num_split) {
+        const uint32_t in_split = ticket - (num_whole - num_split);
+        ticket = num_whole - num_split + in_split / 2;
+        half_begin = in_split % 2 * (BLOCK_M / 2);
+        half_rows = BLOCK_M / 2;
+      }
       const int32_t expert_idx = ticket / per_expert;
-      if (expert_idx >= schedule.num_experts) return {0, 0, 0, 0, 0, kNoMoreTiles};
       const uint32_t unit = ticket - expert_idx * per_expert;
       const int32_t cta_rank = lane_idx % kClusterSize;
 
@@ -59,11 +72,12 @@ struct WgradSchedule {
       // An odd last tile is paired with itself, the second time without rows.
       const bool is_real = n_tile < static_cast<int32_t>(num_n_tiles);
       const int32_t num_k = schedule.expert_rows[expert_idx];
-      Tile tile = wgrad_tile(expert_idx * schedule.m + m_tile * BLOCK_M,
+      const int32_t row_begin = m_tile * BLOCK_M + half_begin;
+      Tile tile = wgrad_tile(expert_idx * schedule.m + row_begin,
                              min(n_tile, static_cast<int32_t>(num_n_tiles) - 1),
                              block_begin[expert_idx], num_k);
       if (is_real && !(schedule.skips_empty && num_k == 0))
-        tile.num_rows = static_cast<uint16_t>(min(BLOCK_M, schedule.m - m_tile * BLOCK_M));
+        tile.num_rows = static_cast<uint16_t>(max(0, min(half_rows, schedule.m - row_begin)));
       tile.kind = kClusterSize == 2 && is_pair ? kSharedB : kOwnB;
       return tile;
     }
