@@ -60,7 +60,8 @@ struct MapCoordinates {
 // C = sum over parts of A_part B_part: dX has two, gate and up, one after the other along K.
 template <int kParts>
 struct RowOperands {
-  static constexpr Major kMajorA = Major::k, kMajorB = Major::mn;
+  static constexpr Major kMajorB = Major::mn;
+  static __device__ __forceinline__ Major major_of_a(const Tile&) { return Major::k; }
   static constexpr int kNumEpilogueStages = 0;
   CUtensorMap a[kParts];  // [rows, K], box 128 x 64
   CUtensorMap b[kParts];  // [E, K, N], by columns
@@ -138,7 +139,8 @@ __device__ __forceinline__ int32_t k_begin_of_wgrad(const Tile& tile) {
 __device__ __forceinline__ int32_t num_k_of_wgrad(const Tile& tile) { return tile.expert_idx; }
 
 struct WgradOperands {
-  static constexpr Major kMajorA = Major::mn, kMajorB = Major::mn;
+  static constexpr Major kMajorB = Major::mn;
+  static __device__ __forceinline__ Major major_of_a(const Tile&) { return Major::mn; }
   static constexpr int kNumEpilogueStages = 0;
   CUtensorMap a;  // [rows, m], by columns, rows bounded by the expert's count
   CUtensorMap b;  // [rows, n], likewise

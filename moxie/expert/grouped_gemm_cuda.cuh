@@ -199,21 +199,12 @@ __device__ __forceinline__ bool stage_is_full(Shared& shared,
       ~0u, ptx::mbarrier_test_wait_parity(&shared.stage_full[stage.slot_idx()], stage.parity()));
 }
 
-// Waits for one K block and issues its products: acc (+)= this warpgroup's 64 rows of A times B^T.
-template <class Operands, class Shared>
-__device__ __forceinline__ bool multiply_stage(float (&acc)[128], Shared& shared,
-                                               const RingPosition<kNumStages>& stage,
-                                               int32_t warpgroup_idx, bool is_first,
-                                               const device::WaitLimits& limits) {
-  // Signalled by the byte counts of the stage's copies: A and B of this K block are in shared
-  // memory.
-  const bool healthy =
-      device::mbarrier_wait(&shared.stage_full[stage.slot_idx()], stage.parity(), limits,
-                            {kWaitStageFull, stage.slot_idx(), stage.parity()});
-  constexpr device::Major kMajorA = Operands::kMajorA, kMajorB = Operands::kMajorB;
-  const uint64_t desc_a = device::wgmma_descriptor<kMajorA>(shared.a[stage.slot_idx()] +
-                                                            warpgroup_idx * (64 * BLOCK_K));
-  const uint64_t desc_b = device::wgmma_descriptor<kMajorB>(shared.b[stage.slot_idx()]);
+// Issues the products of one K block: acc (+)= 64 rows of A times B^T.
+template <device::Major kMajorA, device::Major kMajorB>
+__device__ __forceinline__ void multiply_block(float (&acc)[128], const bf16* a, const bf16* b,
+                                               bool is_first) {
+  const uint64_t desc_a = device::wgmma_descriptor<kMajorA>(a);
+  const uint64_t desc_b = device::wgmma_descriptor<kMajorB>(b);
   device::wgmma_fence();  // earlier reads of acc come before this product's writes
 #pragma unroll
   for (int k = 0; k < BLOCK_K / 16; ++k) {
@@ -222,6 +213,25 @@ __device__ __forceinline__ bool multiply_stage(float (&acc)[128], Shared& shared
         desc_b + k * device::kDescriptorStep<kMajorB>, is_first && k == 0 ? 0 : 1);
   }
   device::wgmma_commit_group();
+}
+
+// Waits for one K block and multiplies this warpgroup's 64 rows of A.
+template <class Operands, class Shared>
+__device__ __forceinline__ bool multiply_stage(float (&acc)[128], Shared& shared,
+                                               const RingPosition<kNumStages>& stage,
+                                               const Tile& tile, int32_t warpgroup_idx,
+                                               bool is_first, const device::WaitLimits& limits) {
+  // Signalled by the byte counts of the stage's copies: A and B of this K block are in shared
+  // memory.
+  const bool healthy =
+      device::mbarrier_wait(&shared.stage_full[stage.slot_idx()], stage.parity(), limits,
+                            {kWaitStageFull, stage.slot_idx(), stage.parity()});
+  const bf16* a = shared.a[stage.slot_idx()] + warpgroup_idx * (64 * BLOCK_K);
+  const bf16* b = shared.b[stage.slot_idx()];
+  if (Operands::major_of_a(tile) == device::Major::k)
+    multiply_block<device::Major::k, Operands::kMajorB>(acc, a, b, is_first);
+  else
+    multiply_block<device::Major::mn, Operands::kMajorB>(acc, a, b, is_first);
   return healthy;
 }
 
@@ -299,8 +309,8 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
     float acc[128];
 #pragma unroll
     for (int piece = 0; piece < kNumDeferred; ++piece) {  // K blocks beside which a piece is stored
-      healthy &=
-          multiply_stage<Operands>(acc, shared, stage, warpgroup_idx, piece == 0, params.limits);
+      healthy &= multiply_stage<Operands>(acc, shared, stage, tile, warpgroup_idx, piece == 0,
+                                          params.limits);
       if (kHasEpilogueStages && piece == 0 && packed_tile.num_rows > 0) {
         release_stored_stage<kClusterSize, 0>(shared, stage.previous_slot_idx(), lane_idx,
                                               stage_empty);
@@ -317,7 +327,8 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
     const auto prepared = epilogue.prepare(tile, warp);
 #pragma unroll 1
     for (int32_t k_block = kNumDeferred; k_block < num_k_blocks; ++k_block) {
-      healthy &= multiply_stage<Operands>(acc, shared, stage, warpgroup_idx, false, params.limits);
+      healthy &=
+          multiply_stage<Operands>(acc, shared, stage, tile, warpgroup_idx, false, params.limits);
       device::wgmma_wait_group<1>();
       release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
       stage.advance();

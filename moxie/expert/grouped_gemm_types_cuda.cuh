@@ -57,7 +57,10 @@ enum TileKind : uint8_t { kNoMoreTiles = 0, kOwnB = 1, kSharedB = 2 };
 // how a stage is loaded (an overload of load_stage), how many more stages follow the K blocks whose
 // contents only the epilogue reads. The backward's: backward_gemm_operands_cuda.cuh.
 struct GemmOperands {
-  static constexpr device::Major kMajorA = device::Major::k, kMajorB = device::Major::k;
+  static constexpr device::Major kMajorB = device::Major::k;
+  static __device__ __forceinline__ device::Major major_of_a(const Tile&) {
+    return device::Major::k;
+  }
   static constexpr int kNumEpilogueStages = 0;
   CUtensorMap a;         // [rows, K], box 128 x 64
   CUtensorMap b[2];      // [E, N, K], box 128 x 64, for each half
