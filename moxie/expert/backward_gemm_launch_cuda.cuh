@@ -124,12 +124,14 @@ inline WgradFloatStore describe_wgrad_float_store(const BackwardRows& rows,
 template <int kClusterSize>
 WgradSchedule<kClusterSize> wgrad_schedule(const BackwardRows& rows, const WgradArguments& x,
                                            const GroupedGemmOptions& options) {
-  constexpr int32_t kBestBand = 16;  // 16 row tiles x 8 column tiles: about one wave, square
+  // What runs at once should slide along the longer side of the gradient: 16 row tiles x 8 column
+  // tiles are about one wave, and square. H200: up to 2.5 % (docs/decisions/007).
+  const int32_t best_band = x.m > 16 * BLOCK_M && column_tiles(x.n) <= 12 ? 4 : 16;
   return {rows.expert_rows,
           rows.num_experts,
           x.m,
           column_tiles(x.n),
-          options.band_blocks != 0 ? options.band_blocks : kBestBand,
+          options.band_blocks != 0 ? options.band_blocks : best_band,
           x.output == WgradOutput::add_f32};
 }
 
