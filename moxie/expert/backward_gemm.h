@@ -54,6 +54,15 @@ struct WgradArguments {
   int32_t m = 0, n = 0;  // multiples of 64
 };
 
+// Gradient of an expert's bias: out[e] (+)= sum over its rows, in row order, of weight * m.
+struct BiasGradArguments {
+  const bf16* m = nullptr;            // [rows_capacity, columns]: dgate, dup; dY for the down bias
+  const float* row_weight = nullptr;  // [rows_capacity] or null (1)
+  float* out = nullptr;               // [num_experts, columns]
+  int32_t columns = 0;                // even
+  bool adds = false;
+};
+
 // What all of them share.
 struct BackwardRows {
   const int32_t* expert_rows = nullptr;  // [num_experts], on the GPU
@@ -74,5 +83,7 @@ void launch_wgrad(const BackwardRows& rows, const WgradArguments& arguments,
                   cudaStream_t stream);
 void launch_router_grad(const BackwardRows& rows, const RouterGradArguments& arguments,
                         cudaStream_t stream);
+void launch_bias_grad(const BackwardRows& rows, const BiasGradArguments& arguments,
+                      cudaStream_t stream);
 
 }  // namespace moxie::expert

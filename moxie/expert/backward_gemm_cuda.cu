@@ -64,13 +64,18 @@ void launch_dgrad_as(const BackwardRows& rows, const DgradArguments& x,
               describe_dgrad_epilogue<kGeneral>(rows, x), options, workspace, stream);
 }
 
+__device__ __forceinline__ int64_t first_row(const BackwardRows& rows, int32_t expert_idx) {
+  int64_t row = 0;
+  for (int32_t e = 0; e < expert_idx; ++e)
+    row += (rows.expert_rows[e] + BLOCK_M - 1) / BLOCK_M * BLOCK_M;
+  return row;
+}
+
 // One warp per row: lanes take the terms in turns, their sums are added in a fixed order.
 __global__ void router_grad_kernel(BackwardRows rows, RouterGradArguments x) {
   const int32_t lane_idx = threadIdx.x % 32, num_warps = blockDim.x / 32;
   const int32_t expert_idx = blockIdx.y, num_tiles = column_tiles(rows.intermediate);
-  int64_t row_begin = 0;
-  for (int32_t e = 0; e < expert_idx; ++e)
-    row_begin += (rows.expert_rows[e] + BLOCK_M - 1) / BLOCK_M * BLOCK_M;
+  const int64_t row_begin = first_row(rows, expert_idx);
   for (int32_t i = blockIdx.x * num_warps + threadIdx.x / 32; i < rows.expert_rows[expert_idx];
        i += gridDim.x * num_warps) {
     const int64_t row = row_begin + i;
@@ -88,6 +93,27 @@ __global__ void router_grad_kernel(BackwardRows rows, RouterGradArguments x) {
     }
     if (lane_idx == 0) x.d_weight[row] = sum;
   }
+}
+
+// One thread per pair of columns of an expert.
+__global__ void bias_grad_kernel(BackwardRows rows, BiasGradArguments x) {
+  const int32_t expert_idx = blockIdx.y, column = (blockIdx.x * blockDim.x + threadIdx.x) * 2;
+  const int32_t num_rows = rows.expert_rows[expert_idx];
+  if (column >= x.columns || (x.adds && num_rows == 0)) return;
+  const int64_t row_begin = first_row(rows, expert_idx);
+  float2 sum{0.0f, 0.0f};
+#pragma unroll 8
+  for (int32_t i = 0; i < num_rows; ++i) {
+    const int64_t row = row_begin + i;
+    const float weight = x.row_weight != nullptr ? x.row_weight[row] : 1.0f;
+    const float2 value = __bfloat1622float2(
+        *reinterpret_cast<const __nv_bfloat162*>(x.m + row * x.columns + column));
+    sum.x = fmaf(weight, value.x, sum.x);
+    sum.y = fmaf(weight, value.y, sum.y);
+  }
+  float* out = x.out + int64_t{expert_idx} * x.columns + column;
+  out[0] = x.adds ? out[0] + sum.x : sum.x;
+  out[1] = x.adds ? out[1] + sum.y : sum.y;
 }
 
 }  // namespace
@@ -143,6 +169,15 @@ void launch_router_grad(const BackwardRows& rows, const RouterGradArguments& x,
   if (rows.rows_capacity == 0) return;
   router_grad_kernel<<<dim3(64, rows.num_experts), 256, 0, stream>>>(rows, x);
   check_cuda(cudaGetLastError(), "launch of the router gradient");
+}
+
+void launch_bias_grad(const BackwardRows& rows, const BiasGradArguments& x, cudaStream_t stream) {
+  check(rows, {});
+  require(x.columns >= 2 && x.columns % 2 == 0, "columns must be even and positive", x.columns);
+  constexpr int32_t kThreads = 64;
+  bias_grad_kernel<<<dim3((x.columns / 2 + kThreads - 1) / kThreads, rows.num_experts), kThreads, 0,
+                     stream>>>(rows, x);
+  check_cuda(cudaGetLastError(), "launch of a bias gradient");
 }
 
 }  // namespace moxie::expert

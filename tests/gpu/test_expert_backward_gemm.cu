@@ -552,6 +552,41 @@ TEST(ExpertBackwardGemm, wgrad_adds_four_microbatches) {
   }
 }
 
+// ---- bias gradients ----
+
+TEST(ExpertBackwardGemm, bias_grads_match_fp64_sums) {
+  MOXIE_NEEDS_GPU();
+  const uint64_t seed = new_seed();
+  const int32_t columns = 320;
+  const Rows rows(kEdges);
+  const RowsOfBf16 m(rows, columns, seed, 1.0f);
+  std::mt19937 random(seed);
+  std::uniform_real_distribution<float> uniform(-1, 1);
+  std::vector<float> weights(rows.size()), before(kEdges.size() * columns);
+  for (int64_t i = 0; i < rows.size(); ++i)
+    weights[i] = rows.expert_of_row[i] < 0 ? NAN : uniform(random);
+  for (float& x : before) x = uniform(random);
+  const DeviceBuffer<float> row_weight(weights), added(before), plain(before.size());
+  launch_bias_grad(rows.describe(64, 64), {m.data(), nullptr, plain.get(), columns, false},
+                   nullptr);
+  launch_bias_grad(rows.describe(64, 64), {m.data(), row_weight.get(), added.get(), columns, true},
+                   nullptr);
+  MOXIE_CUDA(cudaDeviceSynchronize());
+  const std::vector<Bf16> values = m.to_host();
+  std::vector<double> sums(before.size(), 0.0), weighted(before.begin(), before.end());
+  for (int64_t row = 0; row < rows.size(); ++row) {
+    if (rows.expert_of_row[row] < 0) continue;
+    for (int32_t c = 0; c < columns; ++c) {
+      const double value = as_float(values[row * columns + c]);
+      sums[rows.expert_of_row[row] * columns + c] += value;
+      weighted[rows.expert_of_row[row] * columns + c] += weights[row] * value;
+    }
+  }
+  const std::vector<uint8_t> real(kEdges.size(), 1);
+  judge("bias gradient", plain.to_host(), sums, columns, real, 1e-3);
+  judge("bias gradient, weighted and added", added.to_host(), weighted, columns, real, 1e-3);
+}
+
 // ---- bitwise ----
 
 template <class T>
