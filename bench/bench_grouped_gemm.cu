@@ -1,9 +1,10 @@
-// C entry points of the grouped GEMM for bench/bench_grouped_gemm.py (loaded through ctypes).
+// C entry points of the grouped GEMM and of the backward's products for bench/bench_grouped_gemm.py
+// (loaded through ctypes).
 #include <cstdio>
 #include <cstring>
 
 #include "moxie/core/error.h"
-#include "moxie/expert/grouped_gemm.h"
+#include "moxie/expert/backward_gemm.h"
 
 namespace {
 
@@ -52,6 +53,48 @@ int moxie_bench_launch(const MoxieBenchProduct* p, void* stream, char* message) 
     options.cluster_size = p->cluster_size;
     options.band_blocks = p->band_blocks;
     launch_grouped_gemm(x, options, workspace, static_cast<cudaStream_t>(stream));
+    return 0;
+  } catch (const std::exception& error) {
+    std::snprintf(message, 256, "%s", error.what());
+    return 1;
+  }
+}
+
+struct MoxieBenchBackward {
+  int product;  // 0: dgrad, 1: dX, 2: wgrad
+  int output;   // wgrad: WgradOutput
+  int cluster_size, band_blocks, num_experts;
+  long long rows_capacity;
+  int hidden, intermediate, m, n;
+  const void* expert_rows;
+  const void* in[4];  // in the order of the argument structs
+  void* out[4];
+};
+
+int moxie_bench_launch_backward(const MoxieBenchBackward* p, void* stream, char* message) {
+  using namespace moxie;
+  const auto in = [&](int i) { return static_cast<const bf16*>(p->in[i]); };
+  const auto out = [&](int i) { return static_cast<bf16*>(p->out[i]); };
+  try {
+    static const expert::GroupedGemmWorkspace workspace;
+    const expert::BackwardRows rows{static_cast<const int32_t*>(p->expert_rows), p->num_experts,
+                                    p->rows_capacity, p->hidden, p->intermediate};
+    expert::GroupedGemmOptions options;
+    options.cluster_size = p->cluster_size;
+    options.band_blocks = p->band_blocks;
+    const auto s = static_cast<cudaStream_t>(stream);
+    if (p->product == 0) {
+      launch_dgrad(rows,
+                   {in(0), in(1), in(2), static_cast<const float*>(p->in[3]), out(0), out(1),
+                    out(2), static_cast<float*>(p->out[3]), Activation{}},
+                   options, workspace, s);
+    } else if (p->product == 1) {
+      launch_dx(rows, {in(0), in(1), in(2), in(3), out(0)}, options, workspace, s);
+    } else {
+      launch_wgrad(
+          rows, {in(0), in(1), p->out[0], static_cast<expert::WgradOutput>(p->output), p->m, p->n},
+          options, workspace, s);
+    }
     return 0;
   } catch (const std::exception& error) {
     std::snprintf(message, 256, "%s", error.what());

@@ -6,7 +6,11 @@ Needs PyTorch and one Hopper GPU. Rows are routed at random, hence uneven; real 
 Each product is checked against FP64 rows and against torch before it is timed. burst: 120 ms idle, one warm-up,
 ~24 ms of launches. sustained: the same window after a further 170 ms of the same load. Medians over the rounds; a ratio
 above 1 means faster than torch. `fc1` is gate, up, SwiGLU and row weight in one kernel; torch's time beside it
-is the two products alone, without the elementwise kernel."""
+is the two products alone, without the elementwise kernel.
+
+Backward: `dgrad` (dA' and SwiGLU backward in one kernel; torch: the product alone, with --elementwise the compiled
+elementwise kernel too), `dx` (dgate Wg + dup Wu; torch: two products, not added), `wgrad-down`, `wgrad-gate` (BF16) and
+`wgrad-gate-add` (added into FP32; torch: product and add_)."""
 import argparse
 import ctypes
 import json
@@ -49,6 +53,64 @@ class Ours:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         if self.library.moxie_bench_launch(ctypes.byref(self.product), stream, self.message):
             raise RuntimeError(self.message.value.decode())
+
+
+class Backward(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("product", "output", "cluster_size", "band_blocks", "num_experts")] + [
+        ("rows_capacity", ctypes.c_longlong)] + [(name, ctypes.c_int) for name in ("hidden", "intermediate", "m", "n")] + [
+        ("expert_rows", ctypes.c_void_p), ("inputs", ctypes.c_void_p * 4), ("outputs", ctypes.c_void_p * 4)]
+
+
+class OursBackward:
+    """One backward product of the library, ready to launch."""
+    DGRAD, DX, WGRAD = range(3)
+    BF16, F32, ADD_F32 = range(3)
+
+    def __init__(self, library, product, rows, inputs, outputs, *, output=BF16, m=0, n=0, cluster_size=2, band_blocks=0):
+        self.library, self.keep = library, (inputs, outputs, rows)
+        pointers = lambda tensors: (ctypes.c_void_p * 4)(*[t.data_ptr() for t in tensors])
+        self.product = Backward(product, output, cluster_size, band_blocks, rows.num_experts, rows.capacity, rows.hidden,
+                                rows.intermediate, m, n, rows.counts.data_ptr(), pointers(inputs), pointers(outputs))
+        self.message = ctypes.create_string_buffer(256)
+
+    def __call__(self):
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        if self.library.moxie_bench_launch_backward(ctypes.byref(self.product), stream, self.message):
+            raise RuntimeError(self.message.value.decode())
+
+
+class Rows:
+    """The rows of one rank, routed at random: compact for torch, each expert on a block of 128 for us."""
+
+    def __init__(self, shape, seed):
+        self.hidden, self.intermediate, E, K, T = SHAPES[shape]
+        self.num_experts, self.seed = E, seed
+        self.generator = torch.Generator(device="cuda").manual_seed(seed)
+        idx = torch.rand(2 * T, 2 * E, device="cuda", generator=self.generator).topk(K, 1).indices.flatten()
+        self.counts = torch.bincount(idx[idx < E], minlength=E)[:E].to(torch.int32)
+        self.offsets = self.counts.cumsum(0).to(torch.int32)
+        self.num_rows = int(self.counts.sum())
+        padded = (self.counts + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+        first = padded.cumsum(0) - padded
+        self.experts = torch.repeat_interleave(torch.arange(E, device="cuda"), self.counts.long())
+        self.real = (torch.arange(self.num_rows, device="cuda") - (self.offsets - self.counts)[self.experts] +
+                     first[self.experts]).long()
+        self.capacity = int(padded.sum())
+
+    def randn(self, *shape):
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=self.generator)
+
+    def poisoned(self, *shape):
+        return torch.full(shape, -1, device="cuda", dtype=torch.int16).view(torch.bfloat16)
+
+    def spread(self, compact):  # padding stays 0xFF = NaN
+        full = self.poisoned(self.capacity, compact.shape[1])
+        full[self.real] = compact
+        return full
+
+    def samples(self, count=8):
+        picks = torch.randperm(self.num_rows, generator=torch.Generator().manual_seed(self.seed))[:count].tolist()
+        return picks + [0, self.num_rows - 1]
 
 
 class Clock:
@@ -136,95 +198,181 @@ def measure(contenders, clock, rounds, modes):
 
 def rows_of(shape, product, flops, samples, variant, common):
     result = []
-    for mode in samples["torch"]:
+    for baseline, mode in [(b, mode) for b in samples if b.startswith("torch") for mode in samples[b]]:
         ours = [ms for ms, _ in samples[variant][mode]]
-        base = [ms for ms, _ in samples["torch"][mode]]
+        base = [ms for ms, _ in samples[baseline][mode]]
         ms, torch_ms = statistics.median(ours), statistics.median(base)
-        result.append({"shape": shape, "product": product, "variant": variant, "mode": mode, "ours_ms": ms, "torch_ms": torch_ms,
+        result.append({"shape": shape, "product": product, "variant": variant, "baseline": baseline, "mode": mode, "ours_ms": ms, "torch_ms": torch_ms,
                        "ratio": torch_ms / ms, "tflops": flops / ms / 1e9, "torch_tflops": flops / torch_ms / 1e9,
                        "p10": quantile(ours, 0.1), "p90": quantile(ours, 0.9), "torch_p10": quantile(base, 0.1),
                        "torch_p90": quantile(base, 0.9), "n": len(ours),
                        "mhz": statistics.median(f for _, f in samples[variant][mode]),
-                       "torch_mhz": statistics.median(f for _, f in samples["torch"][mode]),
+                       "torch_mhz": statistics.median(f for _, f in samples[baseline][mode]),
                        "samples": ours, "torch_samples": base, **common})
         r = result[-1]
-        print(f"{shape:13s} {product:5s} {variant:12s} {mode:9s} ours {ms:7.3f} ms {r['tflops']:4.0f} TF {r['mhz']:5.0f} MHz   "
-              f"torch {torch_ms:7.3f} ms {r['torch_tflops']:4.0f} TF {r['torch_mhz']:5.0f} MHz   ratio {r['ratio']:.3f}", flush=True)
+        print(f"{shape:13s} {product:14s} {variant:12s} {mode:9s} ours {ms:7.3f} ms {r['tflops']:4.0f} TF {r['mhz']:5.0f} MHz   "
+              f"{baseline} {torch_ms:7.3f} ms {r['torch_tflops']:4.0f} TF {r['torch_mhz']:5.0f} MHz   ratio {r['ratio']:.3f}", flush=True)
     return result
 
 
+FORWARD = ["gate", "down", "fc1"]
+BACKWARD = ["dgrad", "dx", "wgrad-down", "wgrad-gate", "wgrad-gate-add"]
+
+
 def bench_shape(name, libraries, args, common):
-    H, I, E, K, T = SHAPES[name]
     clock = Clock(libraries[0][1])
-    generator = torch.Generator(device="cuda").manual_seed(args.seed)
-    idx = torch.rand(2 * T, 2 * E, device="cuda", generator=generator).topk(K, 1).indices.flatten()
-    counts = torch.bincount(idx[idx < E], minlength=E)[:E].to(torch.int32)
-    offsets = counts.cumsum(0).to(torch.int32)
-    num_rows = int(counts.sum())
-    padded = (counts + BLOCK_M - 1) // BLOCK_M * BLOCK_M
-    first = padded.cumsum(0) - padded
-    experts = torch.repeat_interleave(torch.arange(E, device="cuda"), counts.long())
-    real_rows = (torch.arange(num_rows, device="cuda") - (offsets - counts)[experts] + first[experts]).long()
-    capacity = int(padded.sum())
-    randn = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16, generator=generator)
-
-    def poisoned(*shape):
-        return torch.full(shape, -1, device="cuda", dtype=torch.int16).view(torch.bfloat16)
-
-    def spread(compact):  # padding stays 0xFF = NaN
-        full = poisoned(capacity, compact.shape[1])
-        full[real_rows] = compact
-        return full
-
-    def samples_of(count=8):
-        picks = torch.randperm(num_rows, generator=torch.Generator().manual_seed(args.seed))[:count].tolist()
-        return picks + [0, num_rows - 1]
-
+    rows = Rows(name, args.seed)
     results = []
-    mm = torch._grouped_mm
     for product in args.products:
-        n, k = (H, I) if product == "down" else (I, H)
-        scale = k**-0.5 if product == "fc1" else 1.0
-        x, w = randn(num_rows, k), randn(E, n, k) * scale
-        w_up = randn(E, n, k) * scale if product == "fc1" else None
-        weight = torch.rand(capacity, device="cuda", generator=generator) if product == "fc1" else None
-        full, out = spread(x), poisoned(capacity, n)
-        flops = 2.0 * num_rows * n * k * (2 if product == "fc1" else 1)
-        if product == "fc1":
-            torch_run = lambda: (mm(x, w.transpose(1, 2), offs=offsets), mm(x, w_up.transpose(1, 2), offs=offsets))
-        else:
-            torch_run = lambda: mm(x, w.transpose(1, 2), offs=offsets)
-
-        reference_rows = []
-        for i in samples_of():
-            e, row = int(experts[i]), int(real_rows[i])
-            wanted = w[e].double() @ x[i].double()
-            if product == "fc1":
-                wanted = wanted * torch.sigmoid(wanted) * (w_up[e].double() @ x[i].double()) * weight[row].double()
-            reference_rows.append((row, wanted))
-        torch_out = None if product == "fc1" else torch_run()
-
-        contenders = {"torch": torch_run}
+        run = forward_product if product in FORWARD else backward_product
+        flops, torch_runs, make_ours, check_ours, facts = run(name, product, rows, args)
+        contenders = dict(torch_runs)
         for label, library in libraries:
             for cluster in args.clusters:
                 for band in args.bands:
-                    ours = Ours(library, a=full, b=w, b_up=w_up, row_weight=weight, out=out, counts=counts,
-                                cluster_size=cluster, band_blocks=band)
-                    out.view(torch.int16).fill_(-1)
+                    variant = f"{label}c{cluster}b{band}"
+                    ours = make_ours(library, cluster, band)
                     ours()
                     torch.cuda.synchronize()
-                    variant = f"{label}c{cluster}b{band}"
-                    check(f"{name} {product} {variant}", out, torch_out, real_rows, reference_rows)
+                    if not args.unchecked:
+                        check_ours(f"{name} {product} {variant}")
                     contenders[variant] = ours
-        del torch_out
         samples = measure(contenders, clock, args.rounds, args.modes)
         for variant in contenders:
-            if variant != "torch":
+            if variant not in torch_runs:
                 results += rows_of(name, product, flops, samples, variant,
-                                   {**common, "rows": num_rows, "padded_rows": capacity, "n_columns": n, "k": k, "experts": E})
-        del x, w, w_up, full, out, contenders, torch_run
+                                   {**common, "rows": rows.num_rows, "padded_rows": rows.capacity, **facts,
+                                    "experts": rows.num_experts})
+        del contenders, torch_runs, make_ours, check_ours, ours
         torch.cuda.empty_cache()
     return results
+
+
+def forward_product(name, product, rows, args):
+    """(FLOPs, torch's launches, ours(library, cluster, band), check(name), facts for the result)"""
+    E, mm = rows.num_experts, torch._grouped_mm
+    n, k = (rows.hidden, rows.intermediate) if product == "down" else (rows.intermediate, rows.hidden)
+    scale = k**-0.5 if product == "fc1" else 1.0
+    x, w = rows.randn(rows.num_rows, k), rows.randn(E, n, k) * scale
+    w_up = rows.randn(E, n, k) * scale if product == "fc1" else None
+    weight = torch.rand(rows.capacity, device="cuda", generator=rows.generator) if product == "fc1" else None
+    full, out = rows.spread(x), rows.poisoned(rows.capacity, n)
+    flops = 2.0 * rows.num_rows * n * k * (2 if product == "fc1" else 1)
+    if product == "fc1":
+        torch_run = lambda: (mm(x, w.transpose(1, 2), offs=rows.offsets), mm(x, w_up.transpose(1, 2), offs=rows.offsets))
+    else:
+        torch_run = lambda: mm(x, w.transpose(1, 2), offs=rows.offsets)
+
+    reference_rows = []
+    for i in rows.samples():
+        e, row = int(rows.experts[i]), int(rows.real[i])
+        wanted = w[e].double() @ x[i].double()
+        if product == "fc1":
+            wanted = wanted * torch.sigmoid(wanted) * (w_up[e].double() @ x[i].double()) * weight[row].double()
+        reference_rows.append((row, wanted))
+
+    def make_ours(library, cluster, band):
+        out.view(torch.int16).fill_(-1)
+        return Ours(library, a=full, b=w, b_up=w_up, row_weight=weight, out=out, counts=rows.counts, cluster_size=cluster,
+                    band_blocks=band)
+
+    def check_ours(title):
+        check(title, out, None if product == "fc1" else torch_run(), rows.real, reference_rows)
+
+    return flops, {"torch": torch_run}, make_ours, check_ours, {"n_columns": n, "k": k}
+
+
+def backward_product(name, product, rows, args):
+    """The same for the backward."""
+    E, H, I, mm = rows.num_experts, rows.hidden, rows.intermediate, torch._grouped_mm
+    if product == "dgrad":
+        return dgrad_product(rows, args)
+    if product == "dx":
+        dgate, dup = rows.randn(rows.num_rows, I), rows.randn(rows.num_rows, I)
+        gate, up = rows.randn(E, I, H), rows.randn(E, I, H)
+        inputs, out = [rows.spread(dgate), rows.spread(dup), gate, up], rows.poisoned(rows.capacity, H)
+        torch_run = lambda: (mm(dgate, gate, offs=rows.offsets), mm(dup, up, offs=rows.offsets))
+        reference_rows = [(int(rows.real[i]), dgate[i].double() @ gate[rows.experts[i]].double() +
+                           dup[i].double() @ up[rows.experts[i]].double()) for i in rows.samples()]
+
+        def make_ours(library, cluster, band):
+            out.view(torch.int16).fill_(-1)
+            return OursBackward(library, OursBackward.DX, rows, inputs, [out], cluster_size=cluster, band_blocks=band)
+
+        return (4.0 * rows.num_rows * H * I, {"torch": torch_run}, make_ours,
+                lambda title: check(title, out, None, rows.real, reference_rows), {"n_columns": H, "k": 2 * I})
+
+    m, n = (H, I) if product == "wgrad-down" else (I, H)
+    adds = product.endswith("add")
+    left, right = rows.randn(rows.num_rows, m), rows.randn(rows.num_rows, n)
+    inputs = [rows.spread(left), rows.spread(right)]
+    torch_product = lambda: mm(left.t(), right, offs=rows.offsets)
+    torch_run = torch_product
+    out = rows.poisoned(E, m, n)
+    if adds:
+        out, main_grad = torch.zeros(E, m, n, device="cuda"), torch.zeros(E, m, n, device="cuda")
+        torch_run = lambda: main_grad.add_(torch_product())
+
+    def make_ours(library, cluster, band):
+        out.zero_()
+        return OursBackward(library, OursBackward.WGRAD, rows, inputs, [out], m=m, n=n, cluster_size=cluster, band_blocks=band,
+                            output=OursBackward.ADD_F32 if adds else OursBackward.BF16)
+
+    def check_ours(title):
+        begin = (rows.offsets - rows.counts).tolist()
+        picks = [(i * 7919 % E, i * 104729 % m) for i in range(8)] + [(0, 0), (E - 1, m - 1)]
+        reference_rows = [(e * m + row, left[begin[e]:begin[e] + int(rows.counts[e]), row].double() @
+                           right[begin[e]:begin[e] + int(rows.counts[e])].double()) for e, row in picks]
+        check(title, out.view(E * m, n), torch_product().view(E * m, n), torch.arange(E * m, device="cuda"), reference_rows)
+
+    return 2.0 * rows.num_rows * H * I, {"torch": torch_run}, make_ours, check_ours, {"n_columns": n, "m_rows": m}
+
+
+def swiglu_backward(da, z, weight):
+    gate, up = z.float().chunk(2, 1)
+    s = torch.sigmoid(gate)
+    glu, da = gate * s, da.float()
+    value, weighted = glu * up, da * weight[:, None]
+    d_gate = weighted * up * (s + glu * (1 - s))
+    return (d_gate.to(torch.bfloat16), (weighted * glu).to(torch.bfloat16), (value * weight[:, None]).to(torch.bfloat16),
+            (da * value).sum(1))
+
+
+def dgrad_product(rows, args):
+    E, H, I, mm = rows.num_experts, rows.hidden, rows.intermediate, torch._grouped_mm
+    dy, down, z = rows.randn(rows.num_rows, H), rows.randn(E, H, I) * H**-0.5, rows.randn(rows.num_rows, 2 * I)
+    weight = torch.rand(rows.num_rows, device="cuda", generator=rows.generator)
+    full_weight = torch.full((rows.capacity,), float("nan"), device="cuda")
+    full_weight[rows.real] = weight
+    outputs = [rows.poisoned(rows.capacity, I) for _ in range(3)]
+    partial = torch.full((rows.capacity, (I + 255) // 256), float("nan"), device="cuda")
+    inputs = [rows.spread(dy), down, rows.spread(z), full_weight]
+    torch_runs = {"torch": lambda: mm(dy, down, offs=rows.offsets)}
+    if args.elementwise:
+        elementwise = torch.compile(swiglu_backward)
+        torch_runs["torch-elementwise"] = lambda: elementwise(mm(dy, down, offs=rows.offsets), z, weight)
+    reference = []
+    for i in rows.samples():
+        da = dy[i].double() @ down[rows.experts[i]].double()
+        gate, up = z[i].double().chunk(2)
+        s, w = torch.sigmoid(gate), weight[i].double()
+        reference.append((int(rows.real[i]), w * da * up * (s + gate * s * (1 - s)), w * da * gate * s, w * gate * s * up,
+                          (da * gate * s * up).sum()))
+
+    def make_ours(library, cluster, band):
+        for out in outputs:
+            out.view(torch.int16).fill_(-1)
+        return OursBackward(library, OursBackward.DGRAD, rows, inputs, outputs + [partial], cluster_size=cluster,
+                            band_blocks=band)
+
+    def check_ours(title):
+        for which, (out, what) in enumerate(zip(outputs, ("dgate", "dup", "wA"))):
+            check(f"{title} {what}", out, None, rows.real, [(r[0], r[1 + which]) for r in reference])
+        for row, _, _, _, wanted in reference:
+            if not abs(float(partial[row].double().sum() - wanted)) <= 1e-2 * abs(float(wanted)) + 1e-1:
+                raise SystemExit(f"{title}: weight gradient of row {row}: {float(partial[row].sum())} for {float(wanted)}")
+
+    return 2.0 * rows.num_rows * H * I, torch_runs, make_ours, check_ours, {"n_columns": I, "k": H}
 
 
 def run_record(args):
@@ -243,7 +391,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--library", required=True, nargs="+", help="path, or label=path for several")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--products", nargs="+", default=["gate", "down", "fc1"], choices=["gate", "down", "fc1"])
+    parser.add_argument("--products", nargs="+", default=FORWARD, choices=FORWARD + BACKWARD)
+    parser.add_argument("--unchecked", action="store_true", help="for ablations whose results are wrong on purpose")
+    parser.add_argument("--elementwise", action="store_true", help="dgrad: also against torch's product and a compiled kernel")
     parser.add_argument("--clusters", nargs="+", type=int, default=[2])
     parser.add_argument("--bands", nargs="+", type=int, default=[0])
     parser.add_argument("--modes", nargs="+", default=["burst", "sustained"], choices=["burst", "sustained"])

@@ -12,34 +12,98 @@
 
 namespace moxie::device {
 
-// A stack of row-major matrices [num_matrices, num_rows, num_columns]; row_stride in elements.
-struct Bf16Matrices {
+// A map in the driver's terms, dimensions from the innermost.
+struct TiledTensor {
+  CUtensorMapDataType type;
   const void* data;
-  int64_t num_columns;  // contiguous; a multiple of 8
-  int64_t num_rows;
-  int64_t num_matrices;
+  uint32_t rank;
+  cuuint64_t sizes[5];
+  cuuint64_t strides_bytes[4];  // of dimensions 1, 2, ..
+  cuuint32_t box[5];
 };
 
-// Box of box_rows x 64 columns (128 bytes) with the 128-byte swizzle; rank 3 (column, row, matrix).
-inline cudaError_t encode_tensor_map(CUtensorMap* map, const Bf16Matrices& m, uint32_t box_rows) {
+// With the 128-byte swizzle.
+inline cudaError_t encode_tiled(CUtensorMap* map, const TiledTensor& t) {
   void* encoder = nullptr;
   cudaDriverEntryPointQueryResult found;
   const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encoder,
                                                              12000, cudaEnableDefault, &found);
   if (error != cudaSuccess) return error;
   if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-  const cuuint64_t row_bytes = static_cast<cuuint64_t>(m.num_columns) * 2;
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(m.num_columns),
-                               static_cast<cuuint64_t>(m.num_rows),
-                               static_cast<cuuint64_t>(m.num_matrices)};
-  const cuuint64_t strides_bytes[2] = {row_bytes, row_bytes * static_cast<cuuint64_t>(m.num_rows)};
-  const cuuint32_t box[3] = {64, box_rows, 1};
-  const cuuint32_t element_strides[3] = {1, 1, 1};
+  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
   const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(m.data), sizes, strides_bytes,
-      box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      map, t.type, t.rank, const_cast<void*>(t.data), t.sizes, t.strides_bytes, t.box,
+      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// A stack of row-major matrices [num_matrices, num_rows, num_columns].
+struct Bf16Matrices {
+  const void* data;
+  int64_t num_columns;  // contiguous; a multiple of 8
+  int64_t num_rows;
+  int64_t num_matrices;
+  int64_t row_stride = 0;  // elements; 0: num_columns
+};
+
+// Box of box_rows x 64 columns (128 bytes); rank 3 (column, row, matrix).
+inline cudaError_t encode_tensor_map(CUtensorMap* map, const Bf16Matrices& m, uint32_t box_rows) {
+  const auto row_bytes =
+      static_cast<cuuint64_t>(m.row_stride != 0 ? m.row_stride : m.num_columns) * 2;
+  const auto num_rows = static_cast<cuuint64_t>(m.num_rows);
+  return encode_tiled(map, {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                            m.data,
+                            3,
+                            {static_cast<cuuint64_t>(m.num_columns), num_rows,
+                             static_cast<cuuint64_t>(m.num_matrices)},
+                            {row_bytes, row_bytes * num_rows},
+                            {64, box_rows, 1}});
+}
+
+// The same matrices as operands read along their columns (MN-major): box of 64 rows x 128 columns
+// that arrives as two chunks of 64 rows x 64 columns; rank 4 (column in chunk, row, chunk, matrix).
+// num_columns must be a multiple of 64.
+inline cudaError_t encode_column_map(CUtensorMap* map, const Bf16Matrices& m) {
+  const auto row_bytes = static_cast<cuuint64_t>(m.num_columns) * 2;
+  const auto num_rows = static_cast<cuuint64_t>(m.num_rows);
+  return encode_tiled(map, {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                            m.data,
+                            4,
+                            {64, num_rows, static_cast<cuuint64_t>(m.num_columns / 64),
+                             static_cast<cuuint64_t>(m.num_matrices)},
+                            {row_bytes, 128, row_bytes * num_rows},
+                            {64, 64, 2, 1}});
+}
+
+// The same box from any range of rows of one matrix, where rows past the range's end read as zero
+// whatever lies there: one map for all ranges. Rows count up to kRowBound, the end of dimension 1,
+// and two outer dimensions bring the address back: coordinates of row r of [begin, begin + count)
+// are {0, kRowBound - count + r, chunk, begin + count, kRowBound}. The last stride is -1 row plus
+// 2^35 bytes, and 2^35 * kRowBound = 2^64: addresses wrap round (H200; tests/gpu run it).
+inline constexpr int32_t kRowBound = 1 << 29;
+inline cudaError_t encode_bounded_column_map(CUtensorMap* map, const Bf16Matrices& m) {
+  const auto row_bytes = static_cast<cuuint64_t>(m.num_columns) * 2;
+  return encode_tiled(map, {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                            m.data,
+                            5,
+                            {64, kRowBound, static_cast<cuuint64_t>(m.num_columns / 64),
+                             cuuint64_t{1} << 31, cuuint64_t{1} << 31},
+                            {row_bytes, 128, row_bytes, (cuuint64_t{1} << 35) - row_bytes},
+                            {64, 64, 2, 1, 1}});
+}
+
+// FP32 matrix [num_rows, num_columns], num_columns a multiple of 4: box of 16 rows x 32 columns
+// (128 bytes); rank 2.
+inline cudaError_t encode_float_map(CUtensorMap* map, const float* data, int64_t num_columns,
+                                    int64_t num_rows) {
+  return encode_tiled(map,
+                      {CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+                       data,
+                       2,
+                       {static_cast<cuuint64_t>(num_columns), static_cast<cuuint64_t>(num_rows)},
+                       {static_cast<cuuint64_t>(num_columns) * 4},
+                       {32, 16}});
 }
 
 }  // namespace moxie::device

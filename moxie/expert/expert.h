@@ -15,6 +15,7 @@
 // asked for in BF16. Never rounded: g and u on their way into act, dA', the router-weight gradient,
 // bias gradients. The shared expert is an expert whose rows are the local tokens and whose w is 1
 // or sigmoid(x . output_gate). Reference bodies: expert_ref.h; activation arithmetic: activation.h.
+// On the GPU: grouped_gemm.h and backward_gemm.h, whose dgrad tiles have 256 columns.
 #pragma once
 #include <cstdint>
 

@@ -127,9 +127,12 @@ __device__ __forceinline__ void load_tiles(const Params& params, Shared& shared)
       arm_ticket_slot<kClusterSize>(shared, slot.slot_idx());
       ptx::mbarrier_arrive(&shared.tile_begun);
       healthy = params.readiness.wait(tile, params.limits);
-      const GemmOperands& operands = params.operands[tile.product];
+      const auto& operands = params.operands[tile.product];
+      using Operands = std::remove_cvref_t<decltype(operands)>;
 #pragma unroll 1
-      for (int32_t k_block = 0; healthy && k_block < operands.num_k_blocks; ++k_block) {
+      for (int32_t k_block = 0;
+           healthy && k_block < k_blocks_of(operands, tile) + Operands::kNumEpilogueStages;
+           ++k_block) {
         healthy = load_stage<kClusterSize>(shared, operands, tile, k_block * BLOCK_K, stage,
                                            params.limits);
         stage.advance();
@@ -192,6 +195,16 @@ __device__ __forceinline__ void release_stage(Shared& shared, uint32_t slot_idx,
   }
 }
 
+// The same for a stage from which lane 0 has stored results by copies: once all but the kPending
+// latest groups of them have read it.
+template <int kClusterSize, int kPending, class Shared>
+__device__ __forceinline__ void release_stored_stage(Shared& shared, uint32_t slot_idx,
+                                                     int32_t lane_idx, uint32_t stage_empty) {
+  if (lane_idx == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kPending>{});
+  __syncwarp();
+  release_stage<kClusterSize>(shared, slot_idx, lane_idx, stage_empty);
+}
+
 // Has this K block arrived? The same answer for the whole warp. Signalled as below.
 template <class Shared>
 __device__ __forceinline__ bool stage_is_full(Shared& shared,
@@ -200,26 +213,39 @@ __device__ __forceinline__ bool stage_is_full(Shared& shared,
       ~0u, ptx::mbarrier_test_wait_parity(&shared.stage_full[stage.slot_idx()], stage.parity()));
 }
 
-// Waits for one K block and issues its products: acc (+)= this warpgroup's 64 rows of A times B^T.
-template <class Shared>
+// Issues the products of one K block: acc (+)= 64 rows of A times B^T.
+template <device::Major kMajorA, device::Major kMajorB>
+__device__ __forceinline__ void multiply_block(float (&acc)[128], const bf16* a, const bf16* b,
+                                               bool is_first) {
+  const uint64_t desc_a = device::wgmma_descriptor<kMajorA>(a);
+  const uint64_t desc_b = device::wgmma_descriptor<kMajorB>(b);
+  device::wgmma_fence();  // earlier reads of acc come before this product's writes
+#pragma unroll
+  for (int k = 0; k < BLOCK_K / 16; ++k) {
+    device::wgmma_m64n256k16_bf16<kMajorA, kMajorB>(
+        acc, desc_a + k * device::kDescriptorStep<kMajorA>,
+        desc_b + k * device::kDescriptorStep<kMajorB>, is_first && k == 0 ? 0 : 1);
+  }
+  device::wgmma_commit_group();
+}
+
+// Waits for one K block and multiplies this warpgroup's 64 rows of A.
+template <class Operands, class Shared>
 __device__ __forceinline__ bool multiply_stage(float (&acc)[128], Shared& shared,
                                                const RingPosition<kNumStages>& stage,
-                                               int32_t warpgroup_idx, bool is_first,
-                                               const device::WaitLimits& limits) {
+                                               const Tile& tile, int32_t warpgroup_idx,
+                                               bool is_first, const device::WaitLimits& limits) {
   // Signalled by the byte counts of the stage's copies: A and B of this K block are in shared
   // memory.
   const bool healthy =
       device::mbarrier_wait(&shared.stage_full[stage.slot_idx()], stage.parity(), limits,
                             {kWaitStageFull, stage.slot_idx(), stage.parity()});
-  const uint64_t desc_a =
-      device::wgmma_descriptor(shared.a[stage.slot_idx()] + warpgroup_idx * (64 * BLOCK_K));
-  const uint64_t desc_b = device::wgmma_descriptor(shared.b[stage.slot_idx()]);
-  device::wgmma_fence();  // earlier reads of acc come before this product's writes
-#pragma unroll
-  for (int k = 0; k < BLOCK_K / 16; ++k) {
-    device::wgmma_m64n256k16_bf16(acc, desc_a + 2 * k, desc_b + 2 * k, is_first && k == 0 ? 0 : 1);
-  }
-  device::wgmma_commit_group();
+  const bf16* a = shared.a[stage.slot_idx()] + warpgroup_idx * (64 * BLOCK_K);
+  const bf16* b = shared.b[stage.slot_idx()];
+  if (Operands::major_of_a(tile) == device::Major::k)
+    multiply_block<device::Major::k, Operands::kMajorB>(acc, a, b, is_first);
+  else
+    multiply_block<device::Major::mn, Operands::kMajorB>(acc, a, b, is_first);
   return healthy;
 }
 
@@ -250,6 +276,8 @@ template <int kClusterSize, class Params, class Shared>
 __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& shared) {
   const auto& epilogue = params.epilogue;
   using Epilogue = std::remove_cvref_t<decltype(epilogue)>;
+  using Operands = std::remove_cvref_t<decltype(params.operands[0])>;
+  constexpr bool kHasEpilogueStages = Operands::kNumEpilogueStages > 0;
   constexpr bool kTells = !Epilogue::kPublishes;  // else publish() does, in the end
   constexpr int kNumDeferred = Epilogue::kNumDeferred;
   static_assert(kNumDeferred >= 1 && kNumDeferred <= kMinKBlocks);
@@ -277,16 +305,19 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
       for (int piece = 0; piece < kNumDeferred; ++piece) {
         epilogue.store(packed[piece], piece, packed_tile, warp);
       }
+      if constexpr (kHasEpilogueStages)
+        release_stored_stage<kClusterSize, 0>(shared, stage.previous_slot_idx(), lane_idx,
+                                              stage_empty);
       epilogue.publish(packed_tile, slot.count - 1, warp);
       packed_tile.num_rows = 0;
     }
     if (!has_tile) break;
-    const int32_t num_k_blocks = params.operands[tile.product].num_k_blocks;
+    const int32_t num_k_blocks = k_blocks_of(params.operands[tile.product], tile);
     if (skips) {
       epilogue.publish(tile, slot.count, warp);
       slot.advance();
-      has_tile = skip_tile<kClusterSize>(shared, num_k_blocks, stage, stage_empty, lane_idx,
-                                         params.limits) &&
+      has_tile = skip_tile<kClusterSize>(shared, num_k_blocks + Operands::kNumEpilogueStages, stage,
+                                         stage_empty, lane_idx, params.limits) &&
                  read_tile<kClusterSize, kTells>(shared, slot, params.limits, tile);
       continue;
     }
@@ -294,7 +325,12 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
     float acc[128];
 #pragma unroll
     for (int piece = 0; piece < kNumDeferred; ++piece) {  // K blocks beside which a piece is stored
-      healthy &= multiply_stage(acc, shared, stage, warpgroup_idx, piece == 0, params.limits);
+      healthy &= multiply_stage<Operands>(acc, shared, stage, tile, warpgroup_idx, piece == 0,
+                                          params.limits);
+      if (kHasEpilogueStages && piece == 0 && packed_tile.num_rows > 0) {
+        release_stored_stage<kClusterSize, 0>(shared, stage.previous_slot_idx(), lane_idx,
+                                              stage_empty);
+      }
       if (piece > 0) {
         device::wgmma_wait_group<1>();  // the previous K block has been read
         release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
@@ -307,7 +343,8 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
     const auto prepared = epilogue.prepare(tile, warp);
 #pragma unroll 1
     for (int32_t k_block = kNumDeferred; k_block < num_k_blocks; ++k_block) {
-      healthy &= multiply_stage(acc, shared, stage, warpgroup_idx, false, params.limits);
+      healthy &=
+          multiply_stage<Operands>(acc, shared, stage, tile, warpgroup_idx, false, params.limits);
       device::wgmma_wait_group<1>();
       release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
       stage.advance();
@@ -318,7 +355,31 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
     has_tile = healthy && read_tile<kClusterSize, kTells>(shared, slot, params.limits, tile);
     device::wgmma_wait_group<0>();
     release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
-    epilogue.convert(acc, prepared, packed_tile, warp, packed);
+    if constexpr (kHasEpilogueStages) {
+      // Results overwrite what the epilogue has read in a stage and leave from there. The last
+      // stage is handed back beside the next tile's first products.
+      auto sums = epilogue.begin(prepared);
+#pragma unroll
+      for (int32_t piece = 0; piece < Operands::kNumEpilogueStages; ++piece) {
+        // Signalled by the byte counts of the stage's copies, as a K block is.
+        if (!device::mbarrier_wait(&shared.stage_full[stage.slot_idx()], stage.parity(),
+                                   params.limits,
+                                   {kWaitStageFull, stage.slot_idx(), stage.parity()})) {
+          has_tile = false;
+          packed_tile.num_rows = 0;
+        }
+        epilogue.convert_stage(acc, prepared, sums, packed_tile, piece, warp,
+                               shared.a[stage.slot_idx()], shared.b[stage.slot_idx()]);
+        if (piece > 0) {
+          release_stored_stage<kClusterSize, 1>(shared, stage.previous_slot_idx(), lane_idx,
+                                                stage_empty);
+        }
+        stage.advance();
+      }
+      epilogue.finish(sums, packed_tile, warp);
+    } else {
+      epilogue.convert(acc, prepared, packed_tile, warp, packed);
+    }
   }
   epilogue.drain(warp);
 }
@@ -363,9 +424,11 @@ __device__ __forceinline__ bool is_first_cta() {
   return kClusterSize == 1 || ptx::get_sreg_cluster_ctarank() == 0;
 }
 
-template <class Config, class Schedule, class Readiness, class Epilogue, int kNumProducts>
+template <class Config, class Schedule, class Readiness, class Epilogue, int kNumProducts,
+          class Operands>
 __global__ void __launch_bounds__(kNumThreads, 1) grouped_gemm_kernel(
-    const __grid_constant__ GemmParams<Schedule, Readiness, Epilogue, kNumProducts> params) {
+    const __grid_constant__ GemmParams<Schedule, Readiness, Epilogue, kNumProducts, Operands>
+        params) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<GemmShared<Schedule>*>(shared_bytes);
   static_assert(sizeof(shared) <= 227 * 1024);

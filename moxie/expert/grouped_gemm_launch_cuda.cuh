@@ -62,11 +62,14 @@ inline device::WaitLimits describe_limits(const GroupedGemmOptions& options,
 }
 
 // As many CTAs as are resident at once, less the reserved SMs; whole clusters.
-template <class Config, class Schedule, class Readiness, class Epilogue, int kNumProducts>
-void launch_gemm_kernel(const GemmParams<Schedule, Readiness, Epilogue, kNumProducts>& params,
-                        int32_t reserve_sms, cudaStream_t stream) {
+template <class Config, class Schedule, class Readiness, class Epilogue, int kNumProducts,
+          class Operands>
+void launch_gemm_kernel(
+    const GemmParams<Schedule, Readiness, Epilogue, kNumProducts, Operands>& params,
+    int32_t reserve_sms, cudaStream_t stream) {
   constexpr int kClusterSize = Config::kClusterSize;
-  const auto kernel = grouped_gemm_kernel<Config, Schedule, Readiness, Epilogue, kNumProducts>;
+  const auto kernel =
+      grouped_gemm_kernel<Config, Schedule, Readiness, Epilogue, kNumProducts, Operands>;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {kClusterSize, 1, 1};

@@ -7,6 +7,7 @@
 
 #include "moxie/core/dtype.h"
 #include "moxie/device/bounded_wait.cuh"
+#include "moxie/device/wgmma.cuh"
 
 namespace moxie::expert {
 
@@ -51,13 +52,26 @@ enum TileKind : uint8_t { kNoMoreTiles = 0, kOwnB = 1, kSharedB = 2 };
 
 // What one product reads. The two halves of a tile's B are separate matrices for gate/up,
 // neighbouring column groups of one matrix otherwise.
+//
+// A type of operands is a policy: how they lie in a stage (majors), how many K blocks a tile has,
+// how a stage is loaded (an overload of load_stage), how many more stages follow the K blocks whose
+// contents only the epilogue reads. The backward's: backward_gemm_operands_cuda.cuh.
 struct GemmOperands {
+  static constexpr device::Major kMajorB = device::Major::k;
+  static __device__ __forceinline__ device::Major major_of_a(const Tile&) {
+    return device::Major::k;
+  }
+  static constexpr int kNumEpilogueStages = 0;
   CUtensorMap a;         // [rows, K], box 128 x 64
   CUtensorMap b[2];      // [E, N, K], box 128 x 64, for each half
   int32_t num_k_blocks;  // ceil(K / BLOCK_K), at least kMinKBlocks; what is past K reads as zero
   int32_t n_step;        // columns of B from one n_tile to the next
   int32_t half_offset;   // columns of B from half 0 to half 1 of a tile
 };
+
+__device__ __forceinline__ int32_t k_blocks_of(const GemmOperands& operands, const Tile&) {
+  return operands.num_k_blocks;
+}
 
 struct TicketCounter {
   uint32_t next;  // next ticket; both are 0 between launches: the last CTA to leave resets them
@@ -87,9 +101,10 @@ struct alignas(1024) GemmShared {
   typename Schedule::Shared schedule;
 };
 
-template <class Schedule, class Readiness, class Epilogue, int kNumProducts>
+template <class Schedule, class Readiness, class Epilogue, int kNumProducts,
+          class Operands = GemmOperands>
 struct GemmParams {
-  GemmOperands operands[kNumProducts];
+  Operands operands[kNumProducts];
   Epilogue epilogue;
   Schedule schedule;
   Readiness readiness;

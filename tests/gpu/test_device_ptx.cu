@@ -7,6 +7,7 @@
 #include "gpu_test.h"
 #include "moxie/device/bounded_wait.cuh"
 #include "moxie/device/cluster.cuh"
+#include "moxie/device/ldmatrix.cuh"
 #include "moxie/device/setmaxnreg.cuh"
 #include "moxie/device/stmatrix.cuh"
 #include "moxie/device/tanh.cuh"
@@ -20,25 +21,35 @@ using testing::DeviceBuffer;
 
 // ---- wgmma: one 64 x N x 64 product, operands placed by hand in the swizzled layout ----
 
-template <int N>
+using device::Major;
+
+template <int N, Major kMajorA, Major kMajorB>
 __global__ void __launch_bounds__(128, 1)
     wgmma_kernel(const __nv_bfloat16* a /* [64, 64] */, const __nv_bfloat16* b /* [N, 64] */,
                  float* c /* [64, N] */) {
   extern __shared__ __align__(1024) uint8_t bytes[];
   __nv_bfloat16* shared_a = reinterpret_cast<__nv_bfloat16*>(bytes);
   __nv_bfloat16* shared_b = shared_a + 64 * 64;
-  const auto place = [](int row, int k) { return row * 64 + ((k / 8) ^ (row % 8)) * 8 + k % 8; };
-  for (int i = threadIdx.x; i < 64 * 64; i += 128) shared_a[place(i / 64, i % 64)] = a[i];
-  for (int i = threadIdx.x; i < N * 64; i += 128) shared_b[place(i / 64, i % 64)] = b[i];
+  const auto at = [](int row, int column) {
+    return row * 64 + ((column / 8) ^ (row % 8)) * 8 + column % 8;
+  };
+  // MN-major: chunks of 64 rows of K x 64 columns.
+  const auto place = [&](Major major, int row, int k) {
+    return major == Major::k ? at(row, k) : row / 64 * (64 * 64) + at(k, row % 64);
+  };
+  for (int i = threadIdx.x; i < 64 * 64; i += 128) shared_a[place(kMajorA, i / 64, i % 64)] = a[i];
+  for (int i = threadIdx.x; i < N * 64; i += 128) shared_b[place(kMajorB, i / 64, i % 64)] = b[i];
   ptx::fence_proxy_async(ptx::space_shared);  // the operands, to the tensor cores
   __syncthreads();
 
   float d[N / 2];
   device::wgmma_fence();
   for (int k = 0; k < 4; ++k) {
-    const uint64_t desc_a = device::wgmma_descriptor(shared_a) + 2 * k;
-    const uint64_t desc_b = device::wgmma_descriptor(shared_b) + 2 * k;
-    device::wgmma_m64n256k16_bf16(d, desc_a, desc_b, k > 0);
+    const uint64_t desc_a =
+        device::wgmma_descriptor<kMajorA>(shared_a) + k * device::kDescriptorStep<kMajorA>;
+    const uint64_t desc_b =
+        device::wgmma_descriptor<kMajorB>(shared_b) + k * device::kDescriptorStep<kMajorB>;
+    device::wgmma_m64n256k16_bf16<kMajorA, kMajorB>(d, desc_a, desc_b, k > 0);
   }
   device::wgmma_commit_group();
   device::wgmma_wait_group<0>();
@@ -50,7 +61,7 @@ __global__ void __launch_bounds__(128, 1)
   }
 }
 
-template <int N>
+template <int N, Major kMajorA, Major kMajorB>
 void check_wgmma() {
   const unsigned seed = std::random_device{}();
   std::printf("seed %u\n", seed);
@@ -62,9 +73,10 @@ void check_wgmma() {
   DeviceBuffer<__nv_bfloat16> device_a(a), device_b(b);
   DeviceBuffer<float> device_c(64 * N);
   const int shared_bytes = (64 + N) * 64 * 2;
-  MOXIE_CUDA(cudaFuncSetAttribute(wgmma_kernel<N>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  shared_bytes));
-  wgmma_kernel<N><<<1, 128, shared_bytes>>>(device_a.get(), device_b.get(), device_c.get());
+  MOXIE_CUDA(cudaFuncSetAttribute(wgmma_kernel<N, kMajorA, kMajorB>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  wgmma_kernel<N, kMajorA, kMajorB>
+      <<<1, 128, shared_bytes>>>(device_a.get(), device_b.get(), device_c.get());
   MOXIE_CUDA(cudaDeviceSynchronize());
   const std::vector<float> c = device_c.to_host();
   for (int m = 0; m < 64; ++m) {
@@ -79,7 +91,12 @@ void check_wgmma() {
 
 TEST(DevicePtx, wgmma_m64n256k16) {
   MOXIE_NEEDS_GPU();
-  check_wgmma<256>();
+  check_wgmma<256, Major::k, Major::k>();
+}
+TEST(DevicePtx, wgmma_m64n256k16_mn_major) {
+  MOXIE_NEEDS_GPU();
+  check_wgmma<256, Major::k, Major::mn>();
+  check_wgmma<256, Major::mn, Major::mn>();
 }
 
 // ---- stmatrix ----
@@ -105,6 +122,32 @@ TEST(DevicePtx, stmatrix_x4) {
   MOXIE_CUDA(cudaDeviceSynchronize());
   const auto values = out.to_host();
   for (int i = 0; i < 256; ++i) ASSERT_EQ(i, values[i]);
+}
+
+// ---- ldmatrix ----
+
+__global__ void ldmatrix_kernel(uint32_t* out /* [32, 4] */) {
+  __shared__ __align__(16) uint16_t tile[4 * 8 * 8];
+  const int lane = threadIdx.x;
+  for (int i = lane; i < 256; i += 32) tile[i] = i;
+  __syncwarp();
+  uint32_t m[4];
+  device::ldmatrix_x4(m, tile + lane * 8);
+  for (int i = 0; i < 4; ++i) out[lane * 4 + i] = m[i];
+}
+
+TEST(DevicePtx, ldmatrix_x4) {
+  MOXIE_NEEDS_GPU();
+  DeviceBuffer<uint32_t> out(128);
+  ldmatrix_kernel<<<1, 32>>>(out.get());
+  MOXIE_CUDA(cudaDeviceSynchronize());
+  const auto values = out.to_host();
+  for (uint32_t lane = 0; lane < 32; ++lane) {
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t first = i * 64 + lane / 4 * 8 + lane % 4 * 2;
+      ASSERT_EQ(first | (first + 1) << 16, values[lane * 4 + i]);
+    }
+  }
 }
 
 // ---- tanh.approx ----

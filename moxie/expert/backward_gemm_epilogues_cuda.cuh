@@ -1,0 +1,248 @@
+// Epilogues of the backward's products (policies of grouped_gemm_cuda.cuh): SwiGLU backward, and
+// weight gradients. dX and BF16 weight gradients are stored as the forward stores C.
+#pragma once
+
+#include "moxie/core/problem.h"
+#include "moxie/device/ldmatrix.cuh"
+#include "moxie/expert/backward_gemm_operands_cuda.cuh"
+#include "moxie/expert/grouped_gemm_epilogues_cuda.cuh"
+
+namespace moxie::expert {
+
+// ---- dgrad ----
+
+__device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(uint32_t pair) {
+  return __uint_as_float(pair & 0xFFFF0000u);
+}
+
+// From dA' in the accumulators and gate and up in a stage: dgate, dup and wA, which take the places
+// of gate, up and A in that stage and leave from there. A warp reads, overwrites and stores its own
+// 16 rows.
+// kGeneral: the clamped activations too.
+template <bool kGeneral>
+struct DgradEpilogue {
+  static constexpr int kNumDeferred = 1;  // the loop's least; nothing is deferred
+  static constexpr bool kPublishes = false;
+  GemmOutput dgate, dup, wa;
+  const float* row_weight;  // [rows], or null: 1
+  float* dw_partial;        // [rows, num_n_tiles]
+  int32_t num_n_tiles;
+  Activation activation;  // kGeneral only
+
+  struct Prepared {
+    float weight[2];  // of rows lane/4 and lane/4 + 8
+  };
+  struct Sums {
+    float of_row[2];  // this thread's part of rowsum(dA' . A)
+  };
+
+  // Before the main loop, which hides the latency.
+  __device__ __forceinline__ Prepared prepare(const Tile& tile, const EpilogueWarp& warp) const {
+    Prepared prepared;
+#pragma unroll
+    for (int32_t h = 0; h < 2; ++h) {
+      const int32_t row = warp.warp_row + warp.lane_idx / 4 + 8 * h;
+      prepared.weight[h] =
+          row_weight != nullptr && row < tile.num_rows ? row_weight[tile.row_begin + row] : 1.0f;
+    }
+    return prepared;
+  }
+
+  __device__ __forceinline__ Sums begin(const Prepared&) const { return {{0.0f, 0.0f}}; }
+
+  // Columns 64 * piece .. + 63 of the tile.
+  __device__ __forceinline__ void convert_stage(const float (&acc)[128], const Prepared& prepared,
+                                                Sums& sums, const Tile& tile, int32_t piece,
+                                                const EpilogueWarp& warp, bf16* stage_a,
+                                                bf16* stage_b) const {
+    const int32_t num_rows = tile.num_rows - warp.warp_row;
+    if (num_rows > 0) {
+      uint8_t* gate_piece = reinterpret_cast<uint8_t*>(stage_b + warp.warp_row * 64);
+      uint8_t* up_piece = gate_piece + BLOCK_M * 128;
+      uint8_t* wa_piece = reinterpret_cast<uint8_t*>(stage_a + warp.warp_row * 64);
+      const int32_t piece_row = warp.lane_idx % 16;
+#pragma unroll
+      for (int32_t j = 0; j < 8; j += 2) {
+        // 16-byte chunk c of row r lies at chunk c ^ (r % 8)
+        const int32_t at = piece_row * 128 + (((j + warp.lane_idx / 16) ^ (piece_row % 8)) * 16);
+        uint32_t gate[4], up[4], out_a[4];
+        device::ldmatrix_x4(gate, gate_piece + at);
+        device::ldmatrix_x4(up, up_piece + at);
+#pragma unroll
+        for (int32_t i = 0; i < 4; ++i) {  // columns 8 (j + i / 2) .., rows h = i % 2
+          const float* da = acc + piece * 32 + 4 * j + 2 * i;
+          const float weight = prepared.weight[i % 2];
+          float& sum = sums.of_row[i % 2];
+          const Grads low = backward(da[0], low_bf16(gate[i]), low_bf16(up[i]), weight, sum);
+          const Grads high = backward(da[1], high_bf16(gate[i]), high_bf16(up[i]), weight, sum);
+          gate[i] = pack_bf16(low.gate, high.gate);
+          up[i] = pack_bf16(low.up, high.up);
+          out_a[i] = pack_bf16(low.wa, high.wa);
+        }
+        device::stmatrix_x4(gate_piece + at, gate[0], gate[1], gate[2], gate[3]);
+        device::stmatrix_x4(up_piece + at, up[0], up[1], up[2], up[3]);
+        device::stmatrix_x4(wa_piece + at, out_a[0], out_a[1], out_a[2], out_a[3]);
+      }
+      // This lane's part of the pieces, to the copies that store them and to those that load the
+      // stage's next contents.
+      ptx::fence_proxy_async(ptx::space_shared);
+      __syncwarp();
+      const int32_t row = tile.row_begin + warp.warp_row,
+                    column = tile.n_tile * BLOCK_N + piece * 64;
+      store_from_stage(dgate, gate_piece, row, num_rows, column, warp.lane_idx);
+      store_from_stage(dup, up_piece, row, num_rows, column, warp.lane_idx);
+      store_from_stage(wa, wa_piece, row, num_rows, column, warp.lane_idx);
+    }
+    // One group per stage: its release waits for it.
+    if (warp.lane_idx == 0) ptx::cp_async_bulk_commit_group();
+  }
+
+  // The row's sum over the tile's columns: over a thread's columns in order, then over four lanes
+  // in a fixed order.
+  __device__ __forceinline__ void finish(const Sums& sums, const Tile& tile,
+                                         const EpilogueWarp& warp) const {
+#pragma unroll
+    for (int32_t h = 0; h < 2; ++h) {
+      float sum = sums.of_row[h];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int32_t row = warp.warp_row + warp.lane_idx / 4 + 8 * h;
+      if (warp.lane_idx % 4 == 0 && row < tile.num_rows)
+        dw_partial[int64_t{tile.row_begin + row} * num_n_tiles + tile.n_tile] = sum;
+    }
+  }
+
+  __device__ __forceinline__ void store(const uint32_t (&)[16], int32_t, const Tile&,
+                                        const EpilogueWarp&) const {}
+  __device__ __forceinline__ void publish(const Tile&, uint32_t, const EpilogueWarp&) const {}
+  __device__ __forceinline__ void drain(const EpilogueWarp& warp) const {
+    drain_stores(warp.lane_idx);
+  }
+
+ private:
+  struct Grads {
+    float gate, up, wa;
+  };
+
+  // One element; the twin of expert::activate_grad. A NaN fails the comparisons and stays a NaN.
+  __device__ __forceinline__ Grads backward(float da, float gate, float up, float weight,
+                                            float& sum) const {
+    float alpha = 1.0f;
+    bool gate_pass = true, up_pass = true;
+    if constexpr (kGeneral) {
+      if (activation.kind != ActivationKind::swiglu) {
+        const float limit = activation.limit;
+        gate_pass = !(gate > limit);
+        up_pass = !(up > limit || up < -limit);
+        gate = gate_pass ? gate : limit;
+        up = up > limit ? limit : up < -limit ? -limit : up;
+      }
+      if (activation.kind == ActivationKind::gpt_oss) {
+        alpha = activation.alpha;
+        up += 1.0f;
+      }
+    }
+    // sigmoid(x) = 1/2 + 1/2 tanh(x / 2); 1 - sigmoid(x) likewise
+    const float half_tanh = 0.5f * device::tanh_approx(0.5f * alpha * gate);
+    const float s = 0.5f + half_tanh, glu = gate * s;
+    const float value = glu * up, weighted = weight * da;
+    sum = fmaf(da, value, sum);
+    const float d_gate = fmaf(alpha * glu, 0.5f - half_tanh, s) * up;
+    return {gate_pass ? weighted * d_gate : 0.0f, up_pass ? weighted * glu : 0.0f, weight * value};
+  }
+
+  static __device__ __forceinline__ void store_from_stage(const GemmOutput& out,
+                                                          const uint8_t* piece, int32_t row,
+                                                          int32_t num_rows, int32_t column,
+                                                          int32_t lane_idx) {
+    if (column >= out.num_columns) return;
+    if (num_rows >= 16) {
+      if (lane_idx == 0) {
+        ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &out.map, {column, row, 0},
+                                  piece);
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int32_t r = lane_idx / 8; r < num_rows; r += 4) {
+      const int32_t chunk = lane_idx % 8;
+      *reinterpret_cast<uint4*>(out.data + int64_t{row + r} * out.num_columns + column +
+                                chunk * 8) =
+          *reinterpret_cast<const uint4*>(piece + r * 128 + ((chunk ^ (r % 8)) * 16));
+    }
+  }
+};
+
+// ---- wgrad ----
+
+// BF16: as the forward's C, in rows of [E * m, n].
+struct WgradStore : StoreEpilogue<> {
+  __device__ __forceinline__ void store(const uint32_t (&values)[16], int32_t deferred,
+                                        const Tile& tile, const EpilogueWarp& warp) const {
+    Tile in_columns = tile;
+    in_columns.n_tile = n_tile_of_wgrad(tile);
+    StoreEpilogue<>::store(values, deferred, in_columns, warp);
+  }
+};
+
+// FP32, written or added, by copies of 16 rows x 32 columns per warp. Nothing can be deferred: the
+// sums fill all registers. An element of C has one tile, so there is one addition per launch.
+struct WgradFloatStore {
+  static constexpr int kNumDeferred = 1;
+  static constexpr bool kPublishes = false;
+  CUtensorMap out;      // [E * m, n], box 16 x 32
+  int32_t num_columns;  // n
+  bool adds;
+  struct Prepared {};
+
+  __device__ __forceinline__ Prepared prepare(const Tile&, const EpilogueWarp&) const { return {}; }
+
+  __device__ __forceinline__ void convert(const float (&acc)[128], Prepared, const Tile& tile,
+                                          const EpilogueWarp& warp,
+                                          uint32_t (&)[kNumDeferred][16]) const {
+    if (tile.num_rows <= warp.warp_row) return;  // m is a multiple of 64: all 16 rows, or none
+    const int32_t row = warp.lane_idx / 4;
+#pragma unroll
+    for (int32_t piece = 0; piece < 8; ++piece) {
+      uint8_t* bytes = reinterpret_cast<uint8_t*>(warp.staging + piece % 2 * (16 * 64));
+      // At most the previous piece's copy is still reading: it has the other buffer.
+      if (warp.lane_idx == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>{});
+      __syncwarp();
+#pragma unroll
+      for (int32_t j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int32_t h = 0; h < 2; ++h) {
+          const int32_t chunk = 2 * j + warp.lane_idx % 4 / 2;  // swizzled as in store_piece
+          const float* pair = acc + piece * 16 + 4 * j + 2 * h;
+          *reinterpret_cast<float2*>(bytes + (row + 8 * h) * 128 + ((chunk ^ row) * 16) +
+                                     warp.lane_idx % 2 * 8) = make_float2(pair[0], pair[1]);
+        }
+      }
+      ptx::fence_proxy_async(ptx::space_shared);  // this lane's part, to the copy engine
+      __syncwarp();
+      const int32_t column = n_tile_of_wgrad(tile) * BLOCK_N + piece * 32;
+      if (warp.lane_idx == 0) {
+        if (column < num_columns) {
+          const int32_t at[2] = {column, tile.row_begin + warp.warp_row};
+          if (adds) {
+            ptx::cp_reduce_async_bulk_tensor(ptx::space_global, ptx::space_shared, ptx::op_add,
+                                             &out, at, bytes);
+          } else {
+            ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &out, at, bytes);
+          }
+        }
+        ptx::cp_async_bulk_commit_group();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const uint32_t (&)[16], int32_t, const Tile&,
+                                        const EpilogueWarp&) const {}
+  __device__ __forceinline__ void publish(const Tile&, uint32_t, const EpilogueWarp&) const {}
+  __device__ __forceinline__ void drain(const EpilogueWarp& warp) const {
+    drain_stores(warp.lane_idx);
+  }
+};
+
+}  // namespace moxie::expert
