@@ -9,17 +9,17 @@
 namespace moxie::planner {
 namespace {
 
-// Architecture and surroundings: no measurement on one machine shows them.
-constexpr std::array kTaken = {Field::bf16_flops_per_sm_clock, Field::fp8_flops_per_sm_clock,
-                               Field::packet_payload_bytes, Field::domain_ranks};
-// Fallbacks when nothing was said: the planner has no default for them.
-constexpr std::array kTakenIfMissing = {Field::link_raw_gbps, Field::hbm_peak_gbps, Field::hbm_gb,
-                                        Field::num_sms, Field::clock_peak_mhz};
-
-template <std::size_t kCount>
-bool has(const std::array<Field, kCount>& fields, Field field) {
-  return std::find(fields.begin(), fields.end(), field) != fields.end();
-}
+// What no measurement on one machine shows (tensor rates, surroundings), and what has no default
+// should the driver not say it.
+constexpr std::array kTaken = {Field::bf16_flops_per_sm_clock,
+                               Field::fp8_flops_per_sm_clock,
+                               Field::packet_payload_bytes,
+                               Field::domain_ranks,
+                               Field::link_raw_gbps,
+                               Field::hbm_peak_gbps,
+                               Field::hbm_gb,
+                               Field::num_sms,
+                               Field::clock_peak_mhz};
 
 double rounded(double value) {  // four digits: more are noise
   if (value == 0 || !std::isfinite(value)) return value;
@@ -47,7 +47,7 @@ std::string record_json(const Measurements& measured, const std::string& like) {
     if (found != measured.constants.end()) {
       constant = {{"value", rounded(found->second.value)}, {"source", found->second.source}};
     } else if (shipped && shipped->constants[i].known &&
-               (has(kTaken, field) || has(kTakenIfMissing, field))) {
+               std::find(kTaken.begin(), kTaken.end(), field) != kTaken.end()) {
       constant = {{"value", shipped->constants[i].value},
                   {"source", fmt::format("taken from the shipped record {}: {}", like,
                                          shipped->constants[i].source)}};
