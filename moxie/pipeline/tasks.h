@@ -202,12 +202,14 @@ struct BackwardStream {
   }
 };
 
+// dgrad_tile_cols: the backend's; it decides when a block's dgrad tiles are all done.
 MOXIE_HD constexpr BackwardStream backward_stream(const Problem& p, const Plan& plan,
-                                                  const ChunkTable& chunks) {
+                                                  const ChunkTable& chunks,
+                                                  std::int64_t dgrad_tile_cols = kFc1TileCols) {
   BackwardStream s;
   s.chunks = chunks;
-  s.shared_dgrad_tiles = num_fc1_tiles(p.shared.intermediate);
-  s.dgrad_tiles = num_fc1_tiles(p.intermediate);
+  s.shared_dgrad_tiles = ceil_div(p.shared.intermediate, dgrad_tile_cols);
+  s.dgrad_tiles = ceil_div(p.intermediate, dgrad_tile_cols);
   s.dx_tiles = num_fc2_tiles(p.hidden);
   s.shared_wgrad = {p.hidden, p.shared.intermediate};
   s.wgrad = {p.hidden, p.intermediate};

@@ -11,6 +11,8 @@ namespace moxie::pipeline {
 inline constexpr std::int64_t kBlockRows = 128;  // rows of one block (BLOCK_M)
 inline constexpr std::int64_t kFc1TileCols =
     128;  // columns of gate, and as many of up, in one FC1 tile
+inline constexpr std::int64_t kWideDgradTileCols = 256;  // columns of I in a dgrad tile on the GPU;
+                                                         // the twin takes those of FC1
 inline constexpr std::int64_t kFc2TileCols = 256;    // columns of H in one FC2 or dX tile (BLOCK_N)
 inline constexpr std::int64_t kWgradTileRows = 128;  // rows of one weight-gradient tile
 inline constexpr std::int64_t kWgradTileCols = 256;  // columns of one weight-gradient tile
