@@ -26,16 +26,16 @@ constexpr std::initializer_list<const char*> kPlan = {"mode",
                                                       "compute_workers"};
 
 void bind_choices(nb::module_& m) {
-  nb::enum_<ExecMode>(m, "ExecMode")
+  nb::enum_<ExecMode>(m, "ExecMode", "How a pass runs.")
       .value("fused", ExecMode::fused, "one persistent pass: every stage overlaps")
       .value("split", ExecMode::split, "the same bodies stage after stage");
-  nb::enum_<TaskOrder>(m, "TaskOrder")
+  nb::enum_<TaskOrder>(m, "TaskOrder", "In which order tiles come.")
       .value("slabs", TaskOrder::slabs, "all FC1 tiles, then FC2 in column slabs")
       .value("lag", TaskOrder::lag, "FC2 of a band follows FC1 by lag_bands bands");
-  nb::enum_<DispatchMode>(m, "DispatchMode")
+  nb::enum_<DispatchMode>(m, "DispatchMode", "Who moves rows to the experts.")
       .value("pull", DispatchMode::pull, "the expert's rank reads rows from their home ranks")
       .value("push", DispatchMode::push, "home ranks write rows into the expert's rank");
-  nb::enum_<CombineMode>(m, "CombineMode")
+  nb::enum_<CombineMode>(m, "CombineMode", "Who moves results home.")
       .value("epilogue", CombineMode::epilogue, "FC2 tiles write their row pieces home")
       .value("comm_workers", CombineMode::comm_workers, "communication workers carry them home");
   nb::enum_<SavePolicy>(m, "SavePolicy", "What forward keeps for backward.")
@@ -125,7 +125,8 @@ void bind_plan(nb::module_& m) {
           "The plan with every 0 replaced by its number. Raises InvalidPlanError if it could "
           "deadlock or does not fit.")
       .def(
-          "__eq__", [](const Plan& a, const Plan& b) { return a == b; }, nb::is_operator())
+          "__eq__", [](const Plan& a, const Plan& b) { return a == b; }, nb::is_operator(),
+          nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__repr__", [](nb::handle self) { return repr(self, "Plan", kPlan); })
       .def("__str__", [](const Plan& p) { return to_string(p); });
   m.def(

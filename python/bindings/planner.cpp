@@ -47,7 +47,7 @@ Bounds pass_bounds(const Problem& problem, const Machine& machine, const std::op
 }  // namespace
 
 void bind_planner(nb::module_& m) {
-  nb::enum_<Passes>(m, "Passes")
+  nb::enum_<Passes>(m, "Passes", "Which passes a plan is to be good at.")
       .value("forward", Passes::forward)
       .value("backward", Passes::backward)
       .value("both", Passes::both);

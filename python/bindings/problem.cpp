@@ -36,7 +36,7 @@ void bind_parts(nb::module_& m) {
       .def_rw("alpha", &Activation::alpha, "gpt_oss only")
       .def(
           "__eq__", [](const Activation& a, const Activation& b) { return a == b; },
-          nb::is_operator())
+          nb::is_operator(), nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__repr__", [](nb::handle self) { return repr(self, "Activation", kActivation); });
   nb::class_<SharedExpert>(m, "SharedExpert", "An expert that every token of the rank visits.")
       .def(
@@ -50,7 +50,7 @@ void bind_parts(nb::module_& m) {
               "multiply its output by sigmoid(x . shared_output_gate)")
       .def(
           "__eq__", [](const SharedExpert& a, const SharedExpert& b) { return a == b; },
-          nb::is_operator())
+          nb::is_operator(), nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__repr__", [](nb::handle self) { return repr(self, "SharedExpert", kShared); });
 }
 
@@ -146,7 +146,8 @@ void bind_problem(nb::module_& m) {
           "check", [](const Problem& p) { check(p); },
           "Raises InvalidArgumentError for a shape that is not legal.")
       .def(
-          "__eq__", [](const Problem& a, const Problem& b) { return a == b; }, nb::is_operator())
+          "__eq__", [](const Problem& a, const Problem& b) { return a == b; }, nb::is_operator(),
+          nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__repr__", [](nb::handle self) { return repr(self, "Problem", kProblem); })
       .def("__str__", [](const Problem& p) { return to_string(p); });
   bind_presets(m);

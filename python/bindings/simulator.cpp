@@ -48,13 +48,13 @@ SimResult simulate_pass(const Problem& problem, const Machine& machine,
 }
 
 void bind_inputs(nb::module_& m) {
-  nb::enum_<Direction>(m, "Direction")
+  nb::enum_<Direction>(m, "Direction", "Which pass.")
       .value("forward", Direction::forward)
       .value("backward", Direction::backward);
   nb::enum_<Workers>(m, "Workers", "Who does the work of a rank.")
       .value("gpu", Workers::gpu, "the SMs of the device")
       .value("as_plan", Workers::as_plan, "the plan's workers, as the threads of the CPU twin");
-  nb::enum_<Skew>(m, "Skew")
+  nb::enum_<Skew>(m, "Skew", "How unevenly tokens go to experts.")
       .value("even", Skew::even, "every expert the same number of rows, as far as they divide")
       .value("uniform", Skew::uniform, "K different experts per token, equal chances")
       .value("zipf", Skew::zipf, "chances (1 + place)^-exponent")

@@ -1,8 +1,10 @@
-"""Timelines of passes, of the backends and of the simulator alike.
+"""Timelines of passes.
 
     trace = moxie.trace.Trace()
     layer.infer(..., trace=trace)
     moxie.trace.write("timeline", [trace])
+
+Those of the simulator are of the same kind.
 """
 
 import os

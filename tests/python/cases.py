@@ -34,9 +34,7 @@ class Case:
 
 def make_problem(*, ranks=2, max_tokens=16, experts=6, top_k=2, dtype=moxie.DType.f32, **more):
     more = {"hidden": 64, "intermediate": 64, **more}
-    return moxie.Problem(
-        num_ranks=ranks, max_tokens=max_tokens, num_experts=experts, top_k=top_k, dtype=dtype, **more
-    )
+    return moxie.Problem(num_ranks=ranks, max_tokens=max_tokens, num_experts=experts, top_k=top_k, dtype=dtype, **more)
 
 
 def store(values, dtype, grid=None):

@@ -99,9 +99,7 @@ def run(problem, xs, ids, route_weights, weights, dys):
                     d_gate += slope * x[t]
         ys.append(y)
         scales.append(scale)
-        results.append(
-            moxie.Gradients(dx=dx, d_route_weights=d_weights, weights=shared_grads(problem, shared, d_gate))
-        )
+        results.append(moxie.Gradients(dx=dx, d_route_weights=d_weights, weights=shared_grads(problem, shared, d_gate)))
     at = 0
     for rank, result in enumerate(results):
         mine = experts[at : at + len(weights[rank].gate)]
@@ -116,9 +114,7 @@ def run(problem, xs, ids, route_weights, weights, dys):
 def shared_grads(problem, shared, d_gate):
     if shared is None:
         return moxie.Weights()
-    grads = moxie.Weights(
-        shared_gate=shared.grads[0], shared_up=shared.grads[1], shared_down=shared.grads[2]
-    )
+    grads = moxie.Weights(shared_gate=shared.grads[0], shared_up=shared.grads[1], shared_down=shared.grads[2])
     if problem.shared.output_gate:
         grads.shared_output_gate = d_gate
     return grads
@@ -147,4 +143,6 @@ def close(name, got, want, dtype, *, scale=None, few=False):
         usual = np.sqrt(np.mean(rows**2))  # of a row whose routes cancel, its terms' size
         error = np.abs(got.reshape(rows.shape) - rows) - each * (np.maximum(rms, usual) + np.abs(rows))
     worst = np.unravel_index(np.argmax(error), error.shape)
-    assert error[worst] <= 0, f"{name}: {got.reshape(error.shape)[worst]} at {worst}, wanted {want.reshape(error.shape)[worst]}"
+    assert error[worst] <= 0, (
+        f"{name}: {got.reshape(error.shape)[worst]} at {worst}, wanted {want.reshape(error.shape)[worst]}"
+    )

@@ -63,9 +63,7 @@ def test_against_reference(scene, dtype, rng):
     problem = make_problem(dtype=dtype, **options)
     case = make_case(problem, rng, tokens=tokens, routing=routing)
     y, grads = run(case, faults=moxie.FaultInjection(poison_workspace=True))
-    want_y, want, scales = reference.run(
-        problem, case.x, case.expert_ids, case.route_weights, case.weights, case.dy
-    )
+    want_y, want, scales = reference.run(problem, case.x, case.expert_ids, case.route_weights, case.weights, case.dy)
     for rank in range(problem.num_ranks):
         reference.close(f"y of rank {rank}", y[rank], want_y[rank], dtype)
         reference.close(f"dx of rank {rank}", grads[rank].dx, want[rank].dx, dtype)
