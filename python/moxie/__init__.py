@@ -9,7 +9,7 @@ Lists have one entry per rank. NumPy arrays on World.cpu, arrays with DLPack on 
 (plans, simulator, device records), moxie.trace (timelines), moxie.checkpoint (Hugging Face weights), moxie.bf16.
 """
 
-from moxie import bf16, planner, trace
+from moxie import bf16, checkpoint, planner, trace
 from moxie._errors import (
     ArgumentTypeError,
     CapacityExceededError,
@@ -88,6 +88,7 @@ __all__ = [
     "WorldStoppedError",
     "__version__",
     "bf16",
+    "checkpoint",
     "default_plan",
     "find_preset",
     "has_cuda",

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_public_names_exist_and_have_documentation():
-    for module in (moxie, moxie.planner, moxie.trace, moxie.bf16):
+    for module in (moxie, moxie.planner, moxie.trace, moxie.bf16, moxie.checkpoint):
         for name in module.__all__:
             thing = getattr(module, name)
             if inspect.isclass(thing) or inspect.isroutine(thing):
