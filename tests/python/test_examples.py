@@ -1,4 +1,4 @@
-"""The training example: its gradients are right, and its loss falls."""
+"""The examples run. The training one has right gradients, and its loss falls."""
 
 import importlib.util
 import subprocess
@@ -10,7 +10,8 @@ import pytest
 
 import moxie
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples/train_moe_numpy.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLE = EXAMPLES / "train_moe_numpy.py"
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +49,8 @@ def test_loss_falls():
     assert run.returncode == 0, run.stdout + run.stderr
     first, last = run.stdout.splitlines()[-1].split("(")[0].split()[1::2]
     assert float(first) > 5.3 and float(last) < 4.2, run.stdout
+
+
+def test_hello():
+    run = subprocess.run([sys.executable, EXAMPLES / "hello_numpy.py"], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout == "[(5, 64), (2, 64)] (5, 64) (2, 128, 64)\n", run.stdout + run.stderr
