@@ -7,11 +7,13 @@ namespace {
 
 constexpr int kCpu = 1, kCuda = 2, kCudaHost = 3, kCudaManaged = 13;  // DLPack's device types
 
-// A NumPy array of ml_dtypes.bfloat16, which NumPy itself cannot export.
-bool is_numpy_bfloat16(nb::handle array) {
-  const nb::object dtype = nb::getattr(array, "dtype", nb::none());
-  if (dtype.is_none() || !nb::hasattr(array, "__array_interface__")) return false;
-  return nb::cast<std::string>(nb::str(nb::getattr(dtype, "name", nb::str("")))) == "bfloat16";
+// A NumPy array of ml_dtypes.bfloat16, which NumPy itself cannot export. Its kind is asked for
+// first: the name of a NumPy dtype is put together in Python, microseconds each time.
+bool is_numpy_bfloat16(nb::handle array, nb::handle ndarray_type) {
+  if (!nb::isinstance(array, ndarray_type)) return false;
+  const nb::object dtype = array.attr("dtype");
+  if (nb::cast<std::string>(dtype.attr("kind")) != "V") return false;
+  return nb::cast<std::string>(nb::str(dtype.attr("name"))) == "bfloat16";
 }
 
 bool is_array(nb::handle object) {
@@ -92,11 +94,13 @@ std::string list_words(std::size_t n, Get get) {
 template <class Ndarray>
 TensorView checked(const Ndarray& a, const char* name, std::int64_t rank,
                    const std::vector<DType>& allowed, bool on_cuda) {
-  const std::string shape = list_words(a.ndim(), [&](std::size_t i) { return a.shape(i); });
+  const auto shape = [&] {
+    return list_words(a.ndim(), [&](std::size_t i) { return a.shape(i); });
+  };
   const auto want =
       std::find_if(allowed.begin(), allowed.end(), [&](DType t) { return matches(a.dtype(), t); });
   if (want == allowed.end()) {
-    fail(fmt::format("{} of rank {} is {} {}, must be {}", name, rank, shape,
+    fail(fmt::format("{} of rank {} is {} {}, must be {}", name, rank, shape(),
                      dtype_words(a.dtype()), allowed_words(allowed)));
   }
   if (a.ndim() < 1 || a.ndim() > 3)
@@ -120,7 +124,7 @@ TensorView checked(const Ndarray& a, const char* name, std::int64_t rank,
       fail(
           fmt::format("{} of rank {} is {} with strides {} (in elements), must be C-contiguous; "
                       "numpy.ascontiguousarray makes such a copy",
-                      name, rank, shape, seen));
+                      name, rank, shape(), seen));
     }
     stride *= static_cast<std::int64_t>(a.shape(i));
   }
@@ -148,11 +152,14 @@ void raise(const char* class_name, const std::string& sentence) {
   throw nb::python_error();
 }
 
+PassArrays::PassArrays(bool on_cuda)
+    : on_cuda_(on_cuda), ndarray_type_(nb::module_::import_("numpy").attr("ndarray")) {}
+
 TensorView PassArrays::take(nb::handle array, const char* name, std::int64_t rank,
                             const std::vector<DType>& allowed, bool writable) {
   if (array.is_none()) return {};
   nb::object bits = nb::borrow(array);
-  if (is_numpy_bfloat16(array)) {
+  if (is_numpy_bfloat16(array, ndarray_type_)) {
     if (std::find(allowed.begin(), allowed.end(), DType::bf16) == allowed.end()) {
       const auto shape = nb::cast<std::string>(nb::str(nb::list(array.attr("shape"))));
       fail(fmt::format("{} of rank {} is {} bfloat16, must be {}", name, rank, shape,

@@ -17,7 +17,7 @@ namespace moxie::python {
 // The arrays of one pass: their views for the library, and the references that keep them alive.
 class PassArrays {
  public:
-  explicit PassArrays(bool on_cuda) : on_cuda_(on_cuda) {}
+  explicit PassArrays(bool on_cuda);
 
   // `name` and `rank` are for sentences. None gives an absent view.
   ConstTensorView read(nb::handle array, const char* name, std::int64_t rank,
@@ -37,6 +37,7 @@ class PassArrays {
                   const std::vector<DType>& allowed, bool writable);
 
   bool on_cuda_;
+  nb::object ndarray_type_;  // numpy.ndarray
   std::vector<nb::ndarray<nb::ro>> read_;
   std::vector<nb::ndarray<>> written_;
   std::vector<Span> inputs_, outputs_;
