@@ -228,8 +228,9 @@ std::vector<nb::object> per_rank(nb::handle list, const char* name, std::int64_t
   std::vector<nb::object> entries;
   for (const nb::handle entry : list) entries.push_back(nb::borrow(entry));
   if (static_cast<std::int64_t>(entries.size()) != num_ranks) {
-    fail(fmt::format("{} has {} entries, must have one per rank; nearest legal value {}", name,
-                     entries.size(), num_ranks));
+    fail(fmt::format(
+        "{} has {} entries, must have one per rank of this process; nearest legal value {}", name,
+        entries.size(), num_ranks));
   }
   return entries;
 }

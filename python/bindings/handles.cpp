@@ -37,22 +37,28 @@ LayerHandle::LayerHandle(std::shared_ptr<WorldHandle> world_in, const Problem& p
                          const std::optional<Plan>& plan_in)
     : world(std::move(world_in)) {
   World& w = world->open("Layer()");
-  check(problem_in);
-  const std::int64_t heap = pipeline::heap_layout(problem_in).num_bytes;
-  if (heap > world->heap_bytes && world->views > 0) {
+  const auto heap_bytes = [](const Problem& p) {
+    check(p);
+    return pipeline::heap_layout(p).num_bytes;
+  };
+  if (world->views > 0 && heap_bytes(problem_in) > world->heap_bytes) {
     throw Error(ErrorCode::invalid_argument,
                 fmt::format("the layer needs a heap of {} bytes, must be at most the {} of its "
                             "World's layers while {} arrays of input_buffer are alive: a larger "
                             "one would move them; delete them first",
-                            heap, world->heap_bytes, world->views));
+                            heap_bytes(problem_in), world->heap_bytes, world->views));
   }
-  if (plan_in)
-    layer.emplace(w, problem_in, *plan_in);
-  else
-    layer.emplace(w, problem_in);
+  {
+    const RunningPass running(*world);
+    const nb::gil_scoped_release release;  // ranks as processes wait for each other here
+    if (plan_in)
+      layer.emplace(w, problem_in, *plan_in);
+    else
+      layer.emplace(w, problem_in);
+  }
   problem = layer->problem();
   plan = layer->plan();
-  world->heap_bytes = std::max(world->heap_bytes, heap);
+  world->heap_bytes = std::max(world->heap_bytes, heap_bytes(problem));
   world->layers.insert(this);
 }
 

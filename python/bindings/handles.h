@@ -21,6 +21,7 @@ struct WorldHandle {
 
   std::optional<World> world;
   bool on_cuda;
+  RankRange local{world->local_ranks()};  // whose arrays a pass takes
   bool closed = false;
   int running = 0;              // passes of other Python threads
   int views = 0;                // arrays that input_buffer gave away and that are alive

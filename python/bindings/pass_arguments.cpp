@@ -77,15 +77,16 @@ ForwardCall::ForwardCall(const LayerHandle& layer, nb::handle x, nb::handle expe
                          nb::handle route_weights, nb::handle weights, nb::handle out)
     : arrays(layer.world->on_cuda) {
   const Problem& p = layer.problem;
-  const auto xs = per_rank(x, "x", p.num_ranks);
-  const auto ids = per_rank(expert_ids, "expert_ids", p.num_ranks);
-  const auto ws = per_rank(route_weights, "route_weights", p.num_ranks);
-  const auto parts = per_rank(weights, "weights", p.num_ranks);
+  const RankRange local = layer.world->local;
+  const auto xs = per_rank(x, "x", local.count);
+  const auto ids = per_rank(expert_ids, "expert_ids", local.count);
+  const auto ws = per_rank(route_weights, "route_weights", local.count);
+  const auto parts = per_rank(weights, "weights", local.count);
   const auto ys = out.is_none() ? std::vector<nb::object>(xs.size(), nb::none())
-                                : per_rank(out, "out", p.num_ranks);
+                                : per_rank(out, "out", local.count);
   const nb::object type = python_class("Weights");
   for (std::size_t i = 0; i < xs.size(); ++i) {
-    const auto rank = static_cast<std::int64_t>(i);
+    const std::int64_t rank = local.begin + static_cast<std::int64_t>(i);
     ForwardInput in;
     in.x = arrays.read(xs[i], "x", rank, {p.dtype});
     in.expert_ids = arrays.read(ids[i], "expert_ids", rank, {DType::i32, DType::i64});
@@ -104,11 +105,12 @@ BackwardCall::BackwardCall(const LayerHandle& layer, nb::handle x, nb::handle dy
                            std::optional<DType> grads_dtype)
     : arrays(layer.world->on_cuda) {
   const Problem& p = layer.problem;
-  const auto xs = per_rank(x, "x", p.num_ranks);
-  const auto dys = per_rank(dy, "dy", p.num_ranks);
-  const auto parts = per_rank(weights, "weights", p.num_ranks);
+  const RankRange local = layer.world->local;
+  const auto xs = per_rank(x, "x", local.count);
+  const auto dys = per_rank(dy, "dy", local.count);
+  const auto parts = per_rank(weights, "weights", local.count);
   const auto outs = out.is_none() ? std::vector<nb::object>(xs.size(), nb::none())
-                                  : per_rank(out, "out", p.num_ranks);
+                                  : per_rank(out, "out", local.count);
   const nb::object weights_class = python_class("Weights"),
                    result_class = python_class("Gradients");
   const std::vector<DType> matrix_types =
@@ -121,7 +123,7 @@ BackwardCall::BackwardCall(const LayerHandle& layer, nb::handle x, nb::handle dy
   }
   const bool narrow = grads_dtype && *grads_dtype != DType::f32;
   for (std::size_t i = 0; i < xs.size(); ++i) {
-    const auto rank = static_cast<std::int64_t>(i);
+    const std::int64_t rank = local.begin + static_cast<std::int64_t>(i);
     const std::int64_t num_local = num_local_experts(p.num_experts, p.num_ranks, RankId{rank});
     BackwardInput in;
     in.x = arrays.read(xs[i], "x", rank, {p.dtype});

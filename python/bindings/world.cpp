@@ -17,6 +17,19 @@ WorldPtr make_cpu(std::int64_t num_ranks, double timeout_s, bool validate_finite
                                        false);
 }
 
+WorldPtr make_cpu_process(std::int64_t rank, std::int64_t num_ranks, const std::string& name,
+                          double timeout_s, bool validate_finite, HostGemm gemm,
+                          const FaultInjection& faults) {
+  const nb::gil_scoped_release release;
+  return std::make_shared<WorldHandle>(World::cpu_process({.num_ranks = num_ranks,
+                                                           .timeout_s = timeout_s,
+                                                           .validate_finite = validate_finite,
+                                                           .gemm = gemm,
+                                                           .faults = faults},
+                                                          {.rank = rank, .name = name}),
+                                       false);
+}
+
 WorldPtr make_cuda(std::int64_t num_ranks, double timeout_s, bool validate_finite,
                    const std::vector<int>& devices, std::int32_t reserve_sms,
                    std::int32_t cluster_size) {
@@ -84,6 +97,15 @@ void bind_world(nb::module_& m) {
                   "Ranks as groups of threads of this process.\n\n"
                   "timeout_s bounds every wait (0: unbounded). validate_finite looks for NaN and "
                   "infinity in inputs before each pass. Raises InvalidArgumentError.")
+      .def_static("cpu_process", &make_cpu_process, nb::kw_only(), nb::arg("rank"),
+                  nb::arg("num_ranks"), nb::arg("name"), nb::arg("timeout_s") = 300.0,
+                  nb::arg("validate_finite") = false, nb::arg("gemm") = HostGemm::automatic,
+                  nb::arg("faults") = FaultInjection{},
+                  "One process per rank, on this machine, over shared memory.\n\n"
+                  "Every process calls it with its rank and the same name. It, Layer() and reset() "
+                  "wait until all ranks have called them; the lists of a pass have one entry, this "
+                  "rank's. Raises WaitTimeoutError when a rank does not come within timeout_s, "
+                  "InvalidArgumentError when ranks disagree, on every rank.")
       .def_static("cuda", &make_cuda, nb::kw_only(), nb::arg("num_ranks") = 1,
                   nb::arg("timeout_s") = 300.0, nb::arg("validate_finite") = false,
                   nb::arg("devices") = std::vector<int>{}, nb::arg("reserve_sms") = 0,
@@ -95,13 +117,27 @@ void bind_world(nb::module_& m) {
       .def_prop_ro("num_ranks",
                    [](WorldHandle& w) { return w.open("World.num_ranks").num_ranks(); })
       .def_prop_ro(
+          "local_ranks",
+          [](WorldHandle& w) {
+            const nb::object range = nb::module_::import_("builtins").attr("range");
+            return range(w.local.begin, w.local.begin + w.local.count);
+          },
+          nb::sig("def local_ranks(self) -> range"),
+          "the ranks whose arrays a pass of this process takes")
+      .def_prop_ro(
           "backend", [](WorldHandle& w) { return w.on_cuda ? "cuda" : "cpu"; }, "'cpu' or 'cuda'")
       .def_prop_ro("closed", [](WorldHandle& w) { return w.closed; })
       .def_prop_ro(
           "stopped", [](WorldHandle& w) { return w.open("World.stopped").stopped(); },
           "a pass timed out; further passes raise WorldStoppedError")
       .def(
-          "reset", [](WorldHandle& w) { w.open("World.reset").reset(); },
+          "reset",
+          [](WorldHandle& w) {
+            World& world = w.open("World.reset");
+            const RunningPass running(w);
+            const nb::gil_scoped_release release;
+            world.reset();
+          },
           "Clears signals and counters; legal whenever no pass runs.")
       .def(
           "set_timeout",

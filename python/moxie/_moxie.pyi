@@ -644,6 +644,14 @@ class World:
         """
 
     @staticmethod
+    def cpu_process(*, rank: int, num_ranks: int, name: str, timeout_s: float = 300.0, validate_finite: bool = False, gemm: HostGemm = HostGemm.automatic, faults: FaultInjection = ...) -> World:
+        """
+        One process per rank, on this machine, over shared memory.
+
+        Every process calls it with its rank and the same name. It, Layer() and reset() wait until all ranks have called them; the lists of a pass have one entry, this rank's. Raises WaitTimeoutError when a rank does not come within timeout_s, InvalidArgumentError when ranks disagree, on every rank.
+        """
+
+    @staticmethod
     def cuda(*, num_ranks: int = 1, timeout_s: float = 300.0, validate_finite: bool = False, devices: Sequence[int] = [], reserve_sms: int = 0, cluster_size: int = 0) -> World:
         """
         Ranks on the GPUs of this process; passes are enqueued and return at once.
@@ -653,6 +661,10 @@ class World:
 
     @property
     def num_ranks(self) -> int: ...
+
+    @property
+    def local_ranks(self) -> range:
+        """the ranks whose arrays a pass of this process takes"""
 
     @property
     def backend(self) -> str:
