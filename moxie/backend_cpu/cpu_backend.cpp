@@ -400,13 +400,15 @@ void CpuLayer::throw_if_failed(const std::vector<RankRun<T>>& runs) {
     // The rank whose own clock ran out first tells the story; the others were told by it.
     const auto first =
         std::find_if(waits.begin(), waits.end(), [](const WaitRecord& w) { return w.told_by < 0; });
-    throw Error(
-        ErrorCode::timeout,
-        fmt::format(
-            "{} of {} ranks gave up after {} s: {}; call World::reset() before the next pass",
-            waits.size(), ranks.size(), backend_.options().timeout_s,
-            to_string(first != waits.end() ? *first : waits.front())),
-        waits);
+    const std::string who =
+        backend_.of_processes()
+            ? fmt::format("rank {}", waits.front().rank)  // others tell in their own processes
+            : fmt::format("{} of {} ranks", waits.size(), ranks.size());
+    throw Error(ErrorCode::timeout,
+                fmt::format("{} gave up after {} s: {}; call World::reset() before the next pass",
+                            who, backend_.options().timeout_s,
+                            to_string(first != waits.end() ? *first : waits.front())),
+                waits);
   }
   const Problem& p = shape_.problem;
   for (const auto& r : ranks) {

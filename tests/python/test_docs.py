@@ -23,10 +23,15 @@ def test_block(section, block, rng, tmp_path, monkeypatch, capsys):
     num_ranks = 4 if section == "Checkpoints" else 2
     with moxie.World.cpu(num_ranks=num_ranks) as world:
         names = {"moxie": moxie, "world": world, "problem": case.problem, "plan": moxie.Plan(), "dy": case.dy}
+        arguments = case.inputs
+        if section == "Ranks as processes":  # of one rank, to run here
+            names |= {"rank": 0, "num_ranks": 1, "problem": make_problem(ranks=1, experts=3)}
+            arguments = {name: values[0] for name, values in case.inputs.items()}
+            arguments["expert_ids"] = arguments["expert_ids"] % 3
         if section == "Planner and timelines":
             names["layer"] = moxie.Layer(world, case.problem)
-        exec(compile(block, str(PAGE), "exec"), {**names, **case.inputs})
+        exec(compile(block, str(PAGE), "exec"), {**names, **arguments})
 
 
 def test_there_are_blocks():
-    assert [section for section, _ in BLOCKS] == ["A pass", "Planner and timelines", "Checkpoints"]
+    assert [section for section, _ in BLOCKS] == ["A pass", "Ranks as processes", "Planner and timelines", "Checkpoints"]
