@@ -8,6 +8,14 @@ from cases import Case, make_case
 import moxie
 
 
+def child(pipe, function, args):
+    """Runs one of the functions below and sends what it returns or raises."""
+    try:
+        pipe.send(("result", globals()[function](*args)))
+    except Exception as error:
+        pipe.send(("error", (type(error).__name__, str(error))))
+
+
 def scene_case(problem, tokens, routing, seed):
     """The same on every rank."""
     return make_case(problem, np.random.default_rng(seed), tokens=tokens, routing=routing)

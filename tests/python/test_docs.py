@@ -34,4 +34,9 @@ def test_block(section, block, rng, tmp_path, monkeypatch, capsys):
 
 
 def test_there_are_blocks():
-    assert [section for section, _ in BLOCKS] == ["A pass", "Ranks as processes", "Planner and timelines", "Checkpoints"]
+    assert [section for section, _ in BLOCKS] == [
+        "A pass",
+        "Ranks as processes",
+        "Planner and timelines",
+        "Checkpoints",
+    ]

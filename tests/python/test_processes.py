@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import process_ranks
 import pytest
@@ -12,7 +12,11 @@ from cases import same_bits
 
 import moxie
 
-SPAWN = multiprocessing.get_context("spawn")
+# Each rank is a fork of a server that has imported what it needs and has no threads. The server looks for modules by
+# the environment, not by this process's sys.path.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["process_ranks"])
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 OPTIONS = {"max_tokens": 16, "hidden": 64, "intermediate": 64, "num_experts": 5, "top_k": 2}
 LAG = {
     "order": moxie.TaskOrder.lag, "lag_bands": 1, "band_blocks": 1, "x_ring_blocks": 1, "hidden_ring_blocks": 2,
@@ -21,16 +25,9 @@ LAG = {
 PLANS = [{}, LAG, {"mode": moxie.ExecMode.split}, {"dispatch": moxie.DispatchMode.push, "compute_workers": 2}]
 
 
-def child(pipe, function, args):
-    try:
-        pipe.send(("result", getattr(process_ranks, function)(*args)))
-    except Exception as error:
-        pipe.send(("error", (type(error).__name__, str(error))))
-
-
 def start(function, *args):
-    here, there = SPAWN.Pipe(duplex=False)
-    process = SPAWN.Process(target=child, args=(there, function, args), daemon=True)
+    here, there = SERVER.Pipe(duplex=False)
+    process = SERVER.Process(target=process_ranks.child, args=(there, function, args), daemon=True)
     process.start()
     there.close()
     return process, here
@@ -45,8 +42,7 @@ def finish(process, pipe, timeout=60):
 
 def run_ranks(num_ranks, function, arguments):
     """arguments(rank) of each rank's process; returns ("result" or "error", value) per rank."""
-    with ThreadPoolExecutor(num_ranks) as pool:  # starting an interpreter takes most of the time
-        running = list(pool.map(lambda r: start(function, *arguments(r)), range(num_ranks)))
+    running = [start(function, *arguments(r)) for r in range(num_ranks)]
     return [finish(*one) for one in running]
 
 
@@ -125,7 +121,7 @@ def shared_memory_files():
 def test_a_killed_process_is_reported_and_leaves_nothing(victim, name, seed):
     before = shared_memory_files()
     options = {**OPTIONS, "num_ranks": 3}
-    events = [SPAWN.Event() for _ in range(3)]
+    events = [SERVER.Event() for _ in range(3)]
     running = [start("until_lost", r, 3, name, options, seed, events[r]) for r in range(3)]
     assert all(event.wait(60) for event in events)
     time.sleep(0.2)
