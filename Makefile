@@ -9,11 +9,12 @@ FLAGS := $(if $(CI),-DMOXIE_WERROR=ON)
 configure = mkdir -p build && cmake --preset $(1) $(FLAGS) >build/$(1).log 2>&1 || { cat build/$(1).log; exit 1; }
 build = cmake --build --preset $(1) -j $(JOBS) --target $(2) $$([ -t 1 ] || echo -- --quiet)
 
-.PHONY: help setup build demo test asan tsan cuda bench fmt check clean
+.PHONY: help setup build demo test asan tsan cuda python bench fmt check clean
 
 help:
 	@echo "make demo    run a whole MoE layer, forward and backward, over four ranks on this machine"
 	@echo "make test    build and run the tests"
+	@echo "make python  build the Python package, install it in a fresh virtual environment, run its tests"
 	@echo "make asan | tsan | cuda | bench | fmt | check | clean    see CONTRIBUTING.md"
 
 setup:
@@ -43,6 +44,11 @@ cuda: setup
 	@$(call configure,cuda)
 	@$(call build,cuda,moxie_cli moxie_gpu_tests moxie_bench)
 	ctest --preset cuda
+
+# The wheel, a fresh virtual environment in build/python, pytest. The tests that need the command skip without it.
+python:
+	@scripts/setup.sh --python
+	@scripts/python_check
 
 bench: setup
 	@$(call configure,cpu)

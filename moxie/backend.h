@@ -48,9 +48,13 @@ class Backend {
  public:
   virtual ~Backend() = default;
   virtual std::int64_t num_ranks() const = 0;
+  virtual RankRange local_ranks() const { return {0, num_ranks()}; }
   virtual const WorldOptions& options() const = 0;
   // problem and plan are checked and resolved.
   virtual std::unique_ptr<BackendLayer> make_layer(const Problem& problem, const Plan& plan) = 0;
+  // A rank that will not make a layer, because it is illegal there: where ranks are processes, the
+  // others wait to hear of it.
+  virtual void refuse_layer(const std::string&) {}
   virtual bool stopped() const = 0;
   virtual void reset() = 0;
   virtual void set_timeout(double seconds) = 0;
@@ -64,6 +68,8 @@ class Backend {
 };
 
 std::unique_ptr<Backend> make_cpu_backend(const WorldOptions& options);
+std::unique_ptr<Backend> make_cpu_process_backend(const WorldOptions& options,
+                                                  const ProcessOptions& process);
 std::unique_ptr<Backend> make_cuda_backend(const WorldOptions& options,
                                            const CudaOptions& cuda);  // with MOXIE_HAS_CUDA
 

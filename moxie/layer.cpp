@@ -109,8 +109,10 @@ void check_tokens(std::int64_t rank, std::int64_t tokens, std::int64_t max_token
 
 void check_count(const char* what, std::size_t seen, std::int64_t num_ranks) {
   if (static_cast<std::int64_t>(seen) != num_ranks) {
-    fail(fmt::format("{} has {} entries, must have one per rank; nearest legal value {}", what,
-                     seen, num_ranks));
+    fail(
+        fmt::format("{} has {} entries, must have one per rank of this process; nearest legal "
+                    "value {}",
+                    what, seen, num_ranks));
   }
 }
 
@@ -178,6 +180,16 @@ World World::cpu(const WorldOptions& options) {
   check_world("CPU", options, 1024);
   return World(make_cpu_backend(options));
 }
+World World::cpu_process(const WorldOptions& options, const ProcessOptions& process) {
+  check_world("CPU process", options, 1024);
+  if (process.rank < 0 || process.rank >= options.num_ranks) {
+    fail(fmt::format(
+        "rank of a CPU process world is {}, must be between 0 and {}; nearest legal "
+        "value {}",
+        process.rank, options.num_ranks - 1, process.rank < 0 ? 0 : options.num_ranks - 1));
+  }
+  return World(make_cpu_process_backend(options, process));
+}
 World World::cuda(const WorldOptions& options, [[maybe_unused]] const CudaOptions& cuda) {
   check_world("CUDA", options, 64);
 #if MOXIE_HAS_CUDA
@@ -189,6 +201,7 @@ World World::cuda(const WorldOptions& options, [[maybe_unused]] const CudaOption
 #endif
 }
 std::int64_t World::num_ranks() const { return backend_->num_ranks(); }
+RankRange World::local_ranks() const { return backend_->local_ranks(); }
 bool World::stopped() const { return backend_->stopped(); }
 void World::reset() { backend_->reset(); }
 void World::set_timeout(double seconds) {
@@ -235,7 +248,9 @@ struct Layer::State {
   std::unique_ptr<BackendLayer> impl;
 
   State(World& world, const Problem& of);
-  void build(const Plan& chosen, const PlanSource& from);
+  void set_plan(const Plan& chosen, const PlanSource& from);
+  template <class Check>
+  void checked(const Check& check_layer);
   void check_running(const char* what) const {
     if (!backend->stopped()) return;
     throw Error(
@@ -271,22 +286,24 @@ struct Layer::State {
 void Layer::State::check_forward(std::span<const ForwardInput> inputs,
                                  std::span<const ForwardOutput> outputs) const {
   const Problem& p = problem;
-  check_count("forward inputs", inputs.size(), p.num_ranks);
-  check_count("forward outputs", outputs.size(), p.num_ranks);
-  for (std::int64_t r = 0; r < p.num_ranks; ++r) {
-    const ForwardInput& in = inputs[static_cast<std::size_t>(r)];
+  const RankRange local = backend->local_ranks();
+  check_count("forward inputs", inputs.size(), local.count);
+  check_count("forward outputs", outputs.size(), local.count);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const std::int64_t r = local.begin + static_cast<std::int64_t>(i);
+    const ForwardInput& in = inputs[i];
     const TensorChecker c(r);
     c.require("x", in.x, {{p.dtype}, {0, p.hidden}, true});
     const std::int64_t tokens = in.x.shape.dim[0];
     check_tokens(r, tokens, p.max_tokens);
     c.require("expert_ids", in.expert_ids, {{DType::i32, DType::i64}, {tokens, p.top_k}});
     c.require("route_weights", in.route_weights, {{DType::f32}, {tokens, p.top_k}});
-    c.require("y", outputs[static_cast<std::size_t>(r)].y, {{p.dtype}, {tokens, p.hidden}});
+    c.require("y", outputs[i].y, {{p.dtype}, {tokens, p.hidden}});
     check_weights(c, p, r, in.weights, "weights.", {p.dtype}, {p.dtype});
     if (!backend->options().validate_finite) continue;
     check_finite("x", r, in.x);
     check_finite("route_weights", r, in.route_weights,
-                 [&](std::int64_t i) { return expert_id_at(in.expert_ids, i) < 0; });
+                 [&](std::int64_t route) { return expert_id_at(in.expert_ids, route) < 0; });
     check_finite(r, in.weights);
   }
 }
@@ -298,10 +315,11 @@ void Layer::State::check_backward(const ContextState& context,
   check_context(context, "backward");
   if (!context.filled)
     fail("context given to backward is empty, must come from a forward pass that succeeded");
-  check_count("backward inputs", inputs.size(), p.num_ranks);
-  check_count("backward outputs", outputs.size(), p.num_ranks);
-  for (std::int64_t r = 0; r < p.num_ranks; ++r) {
-    const auto i = static_cast<std::size_t>(r);
+  const RankRange local = backend->local_ranks();
+  check_count("backward inputs", inputs.size(), local.count);
+  check_count("backward outputs", outputs.size(), local.count);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const std::int64_t r = local.begin + static_cast<std::int64_t>(i);
     const BackwardInput& in = inputs[i];
     const BackwardOutput& out = outputs[i];
     const std::int64_t tokens = context.num_tokens[i];
@@ -329,25 +347,38 @@ void Layer::State::check_backward(const ContextState& context,
   }
 }
 
-Layer::State::State(World& world, const Problem& of) : backend(&world.backend()), problem(of) {
-  check(problem);
-  if (problem.num_ranks != world.num_ranks()) {
-    fail(fmt::format(
-        "problem.num_ranks is {}, must be the world's number of ranks; nearest legal value {}",
-        problem.num_ranks, world.num_ranks()));
+// What one rank alone finds wrong, the ranks in other processes hear of too.
+template <class Check>
+void Layer::State::checked(const Check& check_layer) {
+  try {
+    check_layer();
+  } catch (const Error& error) {
+    backend->refuse_layer(error.what());
+    throw;
   }
 }
 
-void Layer::State::build(const Plan& chosen, const PlanSource& from) {
+Layer::State::State(World& world, const Problem& of) : backend(&world.backend()), problem(of) {
+  checked([&] {
+    check(problem);
+    if (problem.num_ranks != world.num_ranks()) {
+      fail(fmt::format(
+          "problem.num_ranks is {}, must be the world's number of ranks; nearest legal value {}",
+          problem.num_ranks, world.num_ranks()));
+    }
+  });
+}
+
+void Layer::State::set_plan(const Plan& chosen, const PlanSource& from) {
   plan = pipeline::resolve(problem, chosen);
   pipeline::check(problem, plan);
   source = from;
-  impl = backend->make_layer(problem, plan);
 }
 
 Layer::Layer(World& world, const Problem& problem, const Plan& plan)
     : state_(std::make_unique<State>(world, problem)) {
-  state_->build(plan, {PlanOrigin::caller, "given by the caller"});
+  state_->checked([&] { state_->set_plan(plan, {PlanOrigin::caller, "given by the caller"}); });
+  state_->impl = world.backend().make_layer(problem, state_->plan);
 }
 
 // A plan that nobody asked for must not be why a layer cannot be made.
@@ -356,14 +387,19 @@ Layer::Layer(World& world, const Problem& problem)
   Backend& backend = *state_->backend;
   const planner::LayerPlan chosen = planner::plan_for_layer(
       problem, backend.machine(), plan_cache_file(backend.options().plan_cache));
-  try {
-    state_->build(chosen.plan, chosen.source);
-  } catch (const Error& error) {
-    if (chosen.source.origin == PlanOrigin::standard) throw;
-    state_->build(pipeline::default_plan(problem),
-                  {PlanOrigin::standard, fmt::format("default: {} cannot be used: {}",
-                                                     chosen.source.words, error.what())});
+  PlanSource standard = chosen.source;
+  if (chosen.source.origin != PlanOrigin::standard) {
+    try {
+      state_->set_plan(chosen.plan, chosen.source);
+      state_->impl = backend.make_layer(problem, state_->plan);
+      return;
+    } catch (const Error& error) {
+      standard = {PlanOrigin::standard,
+                  fmt::format("default: {} cannot be used: {}", chosen.source.words, error.what())};
+    }
   }
+  state_->checked([&] { state_->set_plan(pipeline::default_plan(problem), standard); });
+  state_->impl = backend.make_layer(problem, state_->plan);
 }
 Layer::Layer(Layer&&) noexcept = default;
 Layer::~Layer() = default;
@@ -406,9 +442,12 @@ void Layer::backward(const Context& context, std::span<const BackwardInput> inpu
 
 TensorView Layer::input_buffer(std::int64_t rank) const {
   const Problem& p = state_->problem;
-  if (rank < 0 || rank >= p.num_ranks) {
-    fail(fmt::format("rank of input_buffer is {}, must be between 0 and {}; nearest legal value {}",
-                     rank, p.num_ranks - 1, rank < 0 ? 0 : p.num_ranks - 1));
+  const RankRange local = state_->backend->local_ranks();
+  const std::int64_t last = local.begin + local.count - 1;
+  if (rank < local.begin || rank > last) {
+    fail(
+        fmt::format("rank of input_buffer is {}, must be between {} and {}; nearest legal value {}",
+                    rank, local.begin, last, rank < local.begin ? local.begin : last));
   }
   return {state_->impl->input_buffer(rank), p.dtype, {p.max_tokens, p.hidden}};
 }

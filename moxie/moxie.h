@@ -109,12 +109,26 @@ struct CudaOptions {
       0;  // 2: pairs of CTAs share weights (slabs order), 1: none; 0: by rows per expert
 };
 
+// Which rank of a world of processes this one is.
+struct ProcessOptions {
+  std::int64_t rank = 0;
+  std::string name;  // the same on every rank, of no other world that is just being made
+};
+
+// Ranks whose tensors this process brings to a pass.
+struct RankRange {
+  std::int64_t begin = 0, count = 0;
+};
+
 class Backend;
 
 // The ranks that can see each other's memory. Move-only; outlives its layers. One pass at a time.
 class World {
  public:
   static World cpu(const WorldOptions& options);
+  // One process per rank, on this machine. World(), Layer() and reset() wait until all ranks have
+  // called them; a pass takes this rank's tensors only (spans of one entry).
+  static World cpu_process(const WorldOptions& options, const ProcessOptions& process);
   // One kernel per GPU and pass. Tensors are device pointers; passes are enqueued and return at
   // once.
   static World cuda(const WorldOptions& options, const CudaOptions& cuda = {});
@@ -123,8 +137,9 @@ class World {
   ~World();
 
   std::int64_t num_ranks() const;
-  bool stopped() const;  // a pass timed out; further passes throw world_stopped
-  void reset();          // clears signals and counters; legal whenever no pass runs
+  RankRange local_ranks() const;  // of this process; all of them but in a world of processes
+  bool stopped() const;           // a pass timed out; further passes throw world_stopped
+  void reset();                   // clears signals and counters; legal whenever no pass runs
   void set_timeout(double seconds);
   void set_faults(const FaultInjection& faults);
   // CUDA: the cudaStream_t of rank 0's GPU that passes are ordered on; the other GPUs follow it.
@@ -178,7 +193,7 @@ class Layer {
   const Plan& plan() const;  // resolved: no zeros left but that of comm_workers
   const PlanSource& plan_source() const;
 
-  // One entry per rank of the world. `trace`, when given, receives the timeline of this pass.
+  // One entry per rank of this process. `trace`, when given, receives the timeline of this pass.
   Context forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
                   trace::Trace* trace = nullptr);
   void forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,

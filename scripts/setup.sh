@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs what the build needs, on Debian 12 or Ubuntu 24.04: the only list of packages in the repository.
 #   scripts/setup.sh          library, command, tests, benchmarks
+#   scripts/setup.sh --python also what `pip install .` and `make python` need; PyPI packages are in pyproject.toml
 #   scripts/setup.sh --dev    also what the checks of .ci/run need
 # Asks apt only when something is missing, so that it works offline from the second time on.
 set -euo pipefail
@@ -12,9 +13,10 @@ packages=(
   libcli11-dev nlohmann-json3-dev    # command
   libgtest-dev libbenchmark-dev      # tests and benchmarks
 )
-if [[ "${1:-}" == "--dev" ]]; then
-  packages+=(clang-format python3 git)
-fi
+case "${1:-}" in
+  --python) packages+=(python3 python3-venv python3-dev) ;;
+  --dev) packages+=(python3 python3-venv python3-dev clang-format git) ;;
+esac
 
 installed() {
   # dpkg knows what apt put there; a toolchain that came another way counts as well.
@@ -22,6 +24,8 @@ installed() {
     clang-format) command -v clang-format-14 || command -v clang-format ;;
     cmake | python3 | git) command -v "$1" ;;
     ninja-build) command -v ninja ;;
+    python3-venv) python3 -c 'import ensurepip, venv' ;;
+    python3-dev) [[ -f "$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h" ]] ;;
     *) [[ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" == installed ]] ;;
   esac >/dev/null 2>&1
 }
