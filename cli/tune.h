@@ -13,6 +13,7 @@ struct Candidate {
   std::string what;                    // how it differs from the default plan
   Plan plan;                           // resolved, legal
   std::optional<double> predicted_ms;  // absent where the record is not of this machine
+  bool first_choice = false;           // of the planner
 };
 // The default plan, then the planner's choice, then its next ones: at most `most` besides the
 // default plan. They differ in what the forward pass feels only: a backward pass keeps the default

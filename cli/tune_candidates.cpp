@@ -2,6 +2,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <set>
+#include <tuple>
 
 #include "cli/tune.h"
 #include "moxie/core/error.h"
@@ -58,6 +60,12 @@ std::optional<Plan> forward_part(const Problem& problem, const Plan& plain, cons
   return plan;
 }
 
+using Kind = std::tuple<ExecMode, TaskOrder, std::int32_t, DispatchMode, CombineMode, bool>;
+Kind kind_of(const Plan& p) {
+  return {p.mode,     p.order,   p.order == TaskOrder::slabs ? p.num_slabs : 0,
+          p.dispatch, p.combine, p.comm_workers != 0};
+}
+
 }  // namespace
 
 std::vector<Candidate> tune_candidates(const BenchCase& layer, const planner::Machine& machine,
@@ -75,7 +83,7 @@ std::vector<Candidate> tune_candidates(const BenchCase& layer, const planner::Ma
   const auto predicted = [&](double ms) {
     return own_record && ms > 0 ? std::optional(ms) : std::nullopt;
   };
-  std::vector<Candidate> candidates = {{kDefaultRun, plain, {}}};
+  std::vector<Candidate> candidates = {{.what = kDefaultRun, .plan = plain}};
   std::optional<planner::PlanChoice> choice;
   try {
     choice = planner::choose_plan(request, machine);
@@ -83,15 +91,23 @@ std::vector<Candidate> tune_candidates(const BenchCase& layer, const planner::Ma
     return candidates;
   }
   candidates[0].predicted_ms = predicted(choice->default_plan.forward_ms);
+  const auto chosen = forward_part(problem, plain, choice->chosen.plan, scenario.backend);
+  candidates[0].first_choice = chosen == plain;
   std::vector<planner::RatedPlan> found = {choice->chosen};
   found.insert(found.end(), choice->alternatives.begin(), choice->alternatives.end());
-  for (const planner::RatedPlan& rated : found) {
-    if (candidates.size() > most) break;
-    const auto plan = forward_part(problem, plain, rated.plan, scenario.backend);
-    if (!plan || std::any_of(candidates.begin(), candidates.end(),
-                             [&](const Candidate& c) { return c.plan == *plan; }))
-      continue;
-    candidates.push_back({differences(plain, *plan), *plan, predicted(rated.forward_ms)});
+  // The best of each kind first: neighbours of one plan are predicted alike, and err alike.
+  std::set<Kind> kinds;
+  for (const bool only_new_kinds : {true, false}) {
+    for (const planner::RatedPlan& rated : found) {
+      if (candidates.size() > most) break;
+      const auto plan = forward_part(problem, plain, rated.plan, scenario.backend);
+      if (!plan || std::any_of(candidates.begin(), candidates.end(),
+                               [&](const Candidate& c) { return c.plan == *plan; }))
+        continue;
+      if (only_new_kinds && !kinds.insert(kind_of(*plan)).second) continue;
+      candidates.push_back(
+          {differences(plain, *plan), *plan, predicted(rated.forward_ms), plan == chosen});
+    }
   }
   return candidates;
 }

@@ -36,12 +36,17 @@ std::string table_line(const BenchRow& row, const std::string& what, const std::
   return text + fmt::format("{:>9.3f} ({:.3f} .. {:.3f})  {}\n", r.median, r.p10, r.p90, what);
 }
 
-// The fastest of all plans by median, against the planner's first choice: how good was it?
-double first_choice_over_best(const TuneResult& t) {
+// How good the planner's first choice was: its time over that of the fastest plan, by medians.
+// Absent when it was not measured.
+std::optional<double> first_choice_over_best(const TuneResult& t) {
   const BenchMode mode = t.row.modes.front();
-  double best = *t.row.median_ms(t.runs.front(), mode);
-  for (const std::string& run : t.runs) best = std::min(best, *t.row.median_ms(run, mode));
-  return *t.row.median_ms(t.runs[std::min<std::size_t>(1, t.runs.size() - 1)], mode) / best;
+  std::optional<double> first, best;
+  for (std::size_t i = 0; i < t.runs.size(); ++i) {
+    const double ms = *t.row.median_ms(t.runs[i], mode);
+    if (t.candidates[i].first_choice) first = ms;
+    best = std::min(best.value_or(ms), ms);
+  }
+  return first ? std::optional(*first / *best) : std::nullopt;
 }
 
 std::string verdict(const TuneResult& t) {
@@ -100,9 +105,9 @@ std::string tune_table(const TuneResult& t) {
     }
   }
   for (const std::string& note : t.notes) text += fmt::format("  note  {}\n", note);
-  if (t.runs.size() > 1)
+  if (const auto over_best = first_choice_over_best(t))
     text += fmt::format("  the planner's first choice takes {:.3f} of the fastest plan's time\n",
-                        first_choice_over_best(t));
+                        *over_best);
   return text + fmt::format("  kept  {}\n", wrapped(verdict(t), 8));
 }
 
@@ -124,6 +129,7 @@ Json to_json(const TuneResult& t) {
   for (std::size_t i = 0; i < t.runs.size(); ++i) {
     const Candidate& c = t.candidates[i];
     Json plan = {{"what", c.what},
+                 {"first_choice", c.first_choice},
                  {"predicted_ms", c.predicted_ms ? Json(*c.predicted_ms) : Json()},
                  {"plan", planner::to_json(c.plan)}};
     for (const BenchMode mode : t.row.modes) {
@@ -141,6 +147,7 @@ Json to_json(const TuneResult& t) {
     }
     plans.push_back(plan);
   }
+  const std::optional<double> over_best = first_choice_over_best(t);
   Json noise;
   for (const BenchMode mode : t.row.modes)
     noise[name(mode)] = to_json(ratios(t.row, kNoiseRun, mode));
@@ -154,7 +161,7 @@ Json to_json(const TuneResult& t) {
           {"noise", noise},
           {"kept", t.candidates[t.kept].what},
           {"confirmed", t.confirmed ? to_json(*t.confirmed) : Json()},
-          {"first_choice_over_best", first_choice_over_best(t)},
+          {"first_choice_over_best", over_best ? Json(*over_best) : Json()},
           {"stored", t.stored.empty() ? Json() : Json(t.stored)},
           {"notes", t.notes}};
 }
