@@ -117,6 +117,7 @@ TEST(PlannerChoose, NeverWorseThanTheDefaultPlanNorThanItsNeighbours) {
       request.problem = preset_problem(find_preset(preset), 8, 512);
       request.passes = passes;
       request.memory_gb = 100;
+      request.model_error = 0;
       const PlanChoice c = choose_plan(request, machine(find_device("h200")));
       EXPECT_LE(c.chosen.total_ms(), c.default_plan.total_ms() * 1.01);
       for (const RatedPlan& a : c.alternatives)
@@ -125,6 +126,26 @@ TEST(PlannerChoose, NeverWorseThanTheDefaultPlanNorThanItsNeighbours) {
       EXPECT_EQ(c.chosen.backward_ms > 0, passes != Passes::forward);
     }
   }
+}
+
+// What is predicted to gain less than the model errs is not chosen, but shown and told.
+TEST(PlannerChoose, KeepsTheDefaultPlanWithinTheModelsError) {
+  PlanRequest request;
+  request.problem = preset_problem(find_preset("qwen3-30b-a3b"), 2, 4096);
+  request.passes = Passes::forward;
+  const Machine m = machine(find_device("h200"));
+  const PlanChoice kept = choose_plan(request, m);
+  EXPECT_EQ(kept.chosen.plan, kept.default_plan.plan);
+  EXPECT_TRUE(std::any_of(kept.notes.begin(), kept.notes.end(), [](const std::string& note) {
+    return note.starts_with("the default plan is kept");
+  }));
+  request.model_error = 0;
+  const PlanChoice sure = choose_plan(request, m);
+  EXPECT_LT(sure.chosen.forward_ms, kept.chosen.forward_ms);
+  EXPECT_GT(sure.chosen.forward_ms, kept.chosen.forward_ms * (1 - kModelError));
+  request.memory_gb = kept.chosen.memory_gb / 2;  // the default plan does not fit
+  request.model_error = kModelError;
+  EXPECT_LE(choose_plan(request, m).chosen.memory_gb, request.memory_gb);
 }
 
 // All bounds are of the busiest rank, so only a simulation of all ranks can be held to them.

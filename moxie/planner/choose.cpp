@@ -82,6 +82,11 @@ PlanChoice choose_plan(const PlanRequest& request, const Machine& machine) {
   choice.assumed = machine.assumed;
   Search search(request, machine, choice);
   Rated best = search.best();
+  const double fastest_ms = best.plan.total_ms();
+  if (const auto plain = search.rate(KnobSet{});
+      plain && fastest_ms >= plain->total_ms() * (1 - request.model_error))
+    best = {KnobSet{}, *plain};
+  const double gain = 1 - fastest_ms / best.plan.total_ms();
   // All ranks at once: for the chosen plan, for the others where it is quick.
   const bool quick = request.all_ranks && request.problem.num_ranks <= 8;
   choice.whole_machine = quick;
@@ -105,7 +110,10 @@ PlanChoice choose_plan(const PlanRequest& request, const Machine& machine) {
     if (choice.alternatives.size() == request.num_alternatives) break;
     RatedPlan plan = other.plan;
     plan.what = differences(best.knobs, other.knobs, request.passes);
-    if (plan.what.empty()) continue;
+    // Plans that differ only in what these passes do not feel are one plan.
+    if (plan.what.empty() || std::any_of(choice.alternatives.begin(), choice.alternatives.end(),
+                                         [&](const RatedPlan& a) { return a.what == plan.what; }))
+      continue;
     const bool memory_only = only_memory(best.knobs, other.knobs);
     if (memory_only && ++num_memory_only > 1) continue;
     if (quick)
@@ -131,6 +139,12 @@ PlanChoice choose_plan(const PlanRequest& request, const Machine& machine) {
   choice.backward_bounds =
       bounds(p, choice.chosen.plan, search.load(), machine, Direction::backward);
   choice.notes = plan_notes(request, machine, choice);
+  if (gain >= 0.0005) {
+    choice.notes.push_back(
+        fmt::format("the default plan is kept: another one is predicted {:.1f} % faster, within "
+                    "the model's error of {:.0f} % (`moxie tune` measures)",
+                    100 * gain, 100 * request.model_error));
+  }
   choice.why = explain(request, choice, effects);
   return choice;
 }

@@ -6,6 +6,7 @@
 
 #include "moxie/core/machine.h"
 #include "moxie/pipeline/plan.h"
+#include "moxie/planner/choose.h"
 
 namespace moxie::planner {
 
@@ -13,8 +14,6 @@ struct LayerPlan {
   Plan plan;  // resolved, legal
   PlanSource source;
 };
-// Predictions of Moxie's own rows are off by up to 5.5 % (docs/planner.md): a smaller gain is none.
-inline constexpr double kModelError = 0.06;
 
 // `cache_file` empty: no cache. `model_error`: what a predicted gain must exceed.
 LayerPlan plan_for_layer(const Problem& problem, const MachineId& machine,
