@@ -61,13 +61,13 @@ int moxie_bench_launch(const MoxieBenchProduct* p, void* stream, char* message) 
 }
 
 struct MoxieBenchBackward {
-  int product;  // 0: dgrad, 1: dX, 2: wgrad
+  int product;  // 0: dgrad, 1: dX, 2: wgrad [m, n], 3: the wgrads of gate, up and down
   int output;   // wgrad: WgradOutput
   int cluster_size, band_blocks, num_experts;
   long long rows_capacity;
   int hidden, intermediate, m, n;
   const void* expert_rows;
-  const void* in[4];  // in the order of the argument structs
+  const void* in[5];  // in the order of the argument structs
   void* out[4];
 };
 
@@ -91,9 +91,15 @@ int moxie_bench_launch_backward(const MoxieBenchBackward* p, void* stream, char*
     } else if (p->product == 1) {
       launch_dx(rows, {in(0), in(1), in(2), in(3), out(0)}, options, workspace, s);
     } else {
-      launch_wgrad(
-          rows, {in(0), in(1), p->out[0], static_cast<expert::WgradOutput>(p->output), p->m, p->n},
-          options, workspace, s);
+      const auto output = static_cast<expert::WgradOutput>(p->output);
+      const expert::WgradArguments one{in(0), in(1), p->out[0], output, p->m, p->n};
+      const int h = p->hidden, i = p->intermediate;  // inputs: dgate, dup, dY, x, wA
+      const expert::WgradArguments all[3] = {{in(0), in(3), p->out[0], output, i, h},
+                                             {in(1), in(3), p->out[1], output, i, h},
+                                             {in(2), in(4), p->out[2], output, h, i}};
+      const std::span<const expert::WgradArguments> wgrads =
+          p->product == 2 ? std::span(&one, 1) : std::span(all);
+      launch_wgrads(rows, wgrads, options, workspace, s);
     }
     return 0;
   } catch (const std::exception& error) {

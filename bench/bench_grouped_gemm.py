@@ -9,8 +9,8 @@ above 1 means faster than torch. `fc1` is gate, up, SwiGLU and row weight in one
 is the two products alone, without the elementwise kernel.
 
 Backward: `dgrad` (dA' and SwiGLU backward in one kernel; torch: the product alone, with --elementwise the compiled
-elementwise kernel too), `dx` (dgate Wg + dup Wu; torch: two products, not added), `wgrad-down`, `wgrad-gate` (BF16) and
-`wgrad-gate-add` (added into FP32; torch: product and add_)."""
+elementwise kernel too), `dx` (dgate Wg + dup Wu; torch: two products, not added), `wgrad-down`, `wgrad-gate` (BF16),
+`wgrad-gate-add` (added into FP32; torch: product and add_) and `wgrads` (gate, up and down in one launch; torch: three)."""
 import argparse
 import ctypes
 import json
@@ -58,19 +58,19 @@ class Ours:
 class Backward(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("product", "output", "cluster_size", "band_blocks", "num_experts")] + [
         ("rows_capacity", ctypes.c_longlong)] + [(name, ctypes.c_int) for name in ("hidden", "intermediate", "m", "n")] + [
-        ("expert_rows", ctypes.c_void_p), ("inputs", ctypes.c_void_p * 4), ("outputs", ctypes.c_void_p * 4)]
+        ("expert_rows", ctypes.c_void_p), ("inputs", ctypes.c_void_p * 5), ("outputs", ctypes.c_void_p * 4)]
 
 
 class OursBackward:
     """One backward product of the library, ready to launch."""
-    DGRAD, DX, WGRAD = range(3)
+    DGRAD, DX, WGRAD, WGRADS = range(4)
     BF16, F32, ADD_F32 = range(3)
 
     def __init__(self, library, product, rows, inputs, outputs, *, output=BF16, m=0, n=0, cluster_size=2, band_blocks=0):
         self.library, self.keep = library, (inputs, outputs, rows)
-        pointers = lambda tensors: (ctypes.c_void_p * 4)(*[t.data_ptr() for t in tensors])
+        pointers = lambda tensors, count: (ctypes.c_void_p * count)(*[t.data_ptr() for t in tensors])
         self.product = Backward(product, output, cluster_size, band_blocks, rows.num_experts, rows.capacity, rows.hidden,
-                                rows.intermediate, m, n, rows.counts.data_ptr(), pointers(inputs), pointers(outputs))
+                                rows.intermediate, m, n, rows.counts.data_ptr(), pointers(inputs, 5), pointers(outputs, 4))
         self.message = ctypes.create_string_buffer(256)
 
     def __call__(self):
@@ -216,7 +216,7 @@ def rows_of(shape, product, flops, samples, variant, common):
 
 
 FORWARD = ["gate", "down", "fc1"]
-BACKWARD = ["dgrad", "dx", "wgrad-down", "wgrad-gate", "wgrad-gate-add"]
+BACKWARD = ["dgrad", "dx", "wgrad-down", "wgrad-gate", "wgrad-gate-add", "wgrads"]
 
 
 def bench_shape(name, libraries, args, common):
@@ -302,6 +302,8 @@ def backward_product(name, product, rows, args):
         return (4.0 * rows.num_rows * H * I, {"torch": torch_run}, make_ours,
                 lambda title: check(title, out, None, rows.real, reference_rows), {"n_columns": H, "k": 2 * I})
 
+    if product == "wgrads":
+        return wgrads_product(rows, args)
     m, n = (H, I) if product == "wgrad-down" else (I, H)
     adds = product.endswith("add")
     left, right = rows.randn(rows.num_rows, m), rows.randn(rows.num_rows, n)
@@ -326,6 +328,29 @@ def backward_product(name, product, rows, args):
         check(title, out.view(E * m, n), torch_product().view(E * m, n), torch.arange(E * m, device="cuda"), reference_rows)
 
     return 2.0 * rows.num_rows * H * I, {"torch": torch_run}, make_ours, check_ours, {"n_columns": n, "m_rows": m}
+
+
+def wgrads_product(rows, args):
+    """Gate, up and down in one launch; torch: three."""
+    E, H, I, mm = rows.num_experts, rows.hidden, rows.intermediate, torch._grouped_mm
+    widths = {"dgate": I, "dup": I, "dy": H, "x": H, "wa": I}
+    compact = {name: rows.randn(rows.num_rows, width) for name, width in widths.items()}
+    inputs = [rows.spread(t) for t in compact.values()]
+    pairs = [("dgate", "x"), ("dup", "x"), ("dy", "wa")]
+    outputs = [rows.poisoned(E, widths[left], widths[right]) for left, right in pairs]
+    torch_run = lambda: [mm(compact[left].t(), compact[right], offs=rows.offsets) for left, right in pairs]
+
+    def make_ours(library, cluster, band):
+        for out in outputs:
+            out.view(torch.int16).fill_(-1)
+        return OursBackward(library, OursBackward.WGRADS, rows, inputs, outputs, cluster_size=cluster, band_blocks=band)
+
+    def check_ours(title):
+        for (left, right), out, wanted in zip(pairs, outputs, torch_run()):
+            lines = torch.arange(out.shape[0] * out.shape[1], device="cuda")
+            check(f"{title} {left}", out.view(-1, out.shape[2]), wanted.view(-1, out.shape[2]), lines, [])
+
+    return 6.0 * rows.num_rows * H * I, {"torch": torch_run}, make_ours, check_ours, {"n_columns": H, "m_rows": I}
 
 
 def swiglu_backward(da, z, weight):

@@ -9,6 +9,8 @@
 // expert_ref.h.
 #pragma once
 
+#include <span>
+
 #include "moxie/core/problem.h"
 #include "moxie/expert/grouped_gemm.h"
 
@@ -78,9 +80,10 @@ void launch_dgrad(const BackwardRows& rows, const DgradArguments& arguments,
 void launch_dx(const BackwardRows& rows, const DxArguments& arguments,
                const GroupedGemmOptions& options, const GroupedGemmWorkspace& workspace,
                cudaStream_t stream);
-void launch_wgrad(const BackwardRows& rows, const WgradArguments& arguments,
-                  const GroupedGemmOptions& options, const GroupedGemmWorkspace& workspace,
-                  cudaStream_t stream);
+// One launch for one to three gradients over the same rows, with the same kind of output.
+void launch_wgrads(const BackwardRows& rows, std::span<const WgradArguments> wgrads,
+                   const GroupedGemmOptions& options, const GroupedGemmWorkspace& workspace,
+                   cudaStream_t stream);
 void launch_router_grad(const BackwardRows& rows, const RouterGradArguments& arguments,
                         cudaStream_t stream);
 void launch_bias_grad(const BackwardRows& rows, const BiasGradArguments& arguments,

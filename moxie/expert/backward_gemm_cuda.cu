@@ -33,12 +33,12 @@ void check_widths(const BackwardRows& rows) {
 
 // ---- launches ----
 
-template <int kClusterSize, class Operands, class Schedule, class Epilogue>
-void launch(const Operands& operands, const Schedule& schedule, const Epilogue& epilogue,
-            const GroupedGemmOptions& options, const GroupedGemmWorkspace& workspace,
-            cudaStream_t stream) {
-  GemmParams<Schedule, AlwaysReady, Epilogue, 1, Operands> params{};
-  params.operands[0] = operands;
+template <int kClusterSize, class Operands, int kNumProducts, class Schedule, class Epilogue>
+void launch(const Operands (&operands)[kNumProducts], const Schedule& schedule,
+            const Epilogue& epilogue, const GroupedGemmOptions& options,
+            const GroupedGemmWorkspace& workspace, cudaStream_t stream) {
+  GemmParams<Schedule, AlwaysReady, Epilogue, kNumProducts, Operands> params{};
+  std::copy_n(operands, kNumProducts, params.operands);
   params.epilogue = epilogue;
   params.schedule = schedule;
   params.tickets = reinterpret_cast<TicketCounter*>(workspace.words());
@@ -47,9 +47,10 @@ void launch(const Operands& operands, const Schedule& schedule, const Epilogue& 
 }
 
 template <class Operands, class Epilogue>
-void launch_rows(const BackwardRows& rows, int32_t n, int32_t k, const Operands& operands,
+void launch_rows(const BackwardRows& rows, int32_t n, int32_t k, const Operands& product,
                  const Epilogue& epilogue, const GroupedGemmOptions& options,
                  const GroupedGemmWorkspace& workspace, cudaStream_t stream) {
+  const Operands operands[1] = {product};
   if (options.cluster_size == 2)
     launch<2>(operands, row_schedule<2>(rows, n, k, options), epilogue, options, workspace, stream);
   else
@@ -139,27 +140,35 @@ void launch_dx(const BackwardRows& rows, const DxArguments& x, const GroupedGemm
               StoreEpilogue<>{output_rows(rows, x.dx, rows.hidden)}, options, workspace, stream);
 }
 
-void launch_wgrad(const BackwardRows& rows, const WgradArguments& x,
-                  const GroupedGemmOptions& options, const GroupedGemmWorkspace& workspace,
-                  cudaStream_t stream) {
+void launch_wgrads(const BackwardRows& rows, std::span<const WgradArguments> wgrads,
+                   const GroupedGemmOptions& options, const GroupedGemmWorkspace& workspace,
+                   cudaStream_t stream) {
   check(rows, options);
-  require_width("m must be a positive multiple of 64", x.m);
-  require_width("n must be a positive multiple of 64", x.n);
-  const int64_t num_rows = int64_t{rows.num_experts} * x.m;
-  require(num_rows <= INT32_MAX, "num_experts * m must be below 2^31", num_rows);
-  const WgradOperands operands = describe_wgrad(rows, x);
+  const auto num_wgrads = static_cast<int32_t>(wgrads.size());
+  require(num_wgrads >= 1 && num_wgrads <= kMaxWgrads, "one launch takes 1..3 gradients",
+          num_wgrads);
+  WgradOperands operands[kMaxWgrads]{};
+  for (int32_t i = 0; i < num_wgrads; ++i) {
+    const WgradArguments& x = wgrads[i];
+    require_width("m must be a positive multiple of 64", x.m);
+    require_width("n must be a positive multiple of 64", x.n);
+    const int64_t num_rows = int64_t{rows.num_experts} * x.m;
+    require(num_rows <= INT32_MAX, "num_experts * m must be below 2^31", num_rows);
+    require(x.output == wgrads[0].output, "the gradients of one launch have one kind of output", i);
+    operands[i] = describe_wgrad(rows, x);
+  }
   const auto run = [&](const auto& epilogue) {
     if (options.cluster_size == 2)
-      launch<2>(operands, wgrad_schedule<2>(rows, x, options), epilogue, options, workspace,
+      launch<2>(operands, wgrad_schedule<2>(rows, wgrads, options), epilogue, options, workspace,
                 stream);
     else
-      launch<1>(operands, wgrad_schedule<1>(rows, x, options), epilogue, options, workspace,
+      launch<1>(operands, wgrad_schedule<1>(rows, wgrads, options), epilogue, options, workspace,
                 stream);
   };
-  if (x.output == WgradOutput::bf16)
-    run(describe_wgrad_store(rows, x));
+  if (wgrads[0].output == WgradOutput::bf16)
+    run(describe_wgrad_store(rows, wgrads));
   else
-    run(describe_wgrad_float_store(rows, x));
+    run(describe_wgrad_float_store(rows, wgrads));
 }
 
 void launch_router_grad(const BackwardRows& rows, const RouterGradArguments& x,

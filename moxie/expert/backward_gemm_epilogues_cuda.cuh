@@ -4,7 +4,7 @@
 
 #include "moxie/core/problem.h"
 #include "moxie/device/ldmatrix.cuh"
-#include "moxie/expert/backward_gemm_operands_cuda.cuh"
+#include "moxie/expert/backward_gemm_schedule_cuda.cuh"
 #include "moxie/expert/grouped_gemm_epilogues_cuda.cuh"
 
 namespace moxie::expert {
@@ -176,13 +176,34 @@ struct DgradEpilogue {
 
 // ---- wgrad ----
 
-// BF16: as the forward's C, in rows of [E * m, n].
-struct WgradStore : StoreEpilogue<> {
-  __device__ __forceinline__ void store(const uint32_t (&values)[16], int32_t deferred,
+// BF16: as the forward's C, in rows of [E * m, n]; all four pieces deferred.
+struct WgradStore {
+  static constexpr int kNumDeferred = 4;
+  static constexpr bool kPublishes = false;
+  GemmOutput out[kMaxWgrads];
+  struct Prepared {};
+
+  __device__ __forceinline__ Prepared prepare(const Tile&, const EpilogueWarp&) const { return {}; }
+
+  __device__ __forceinline__ void convert(const float (&acc)[128], Prepared, const Tile&,
+                                          const EpilogueWarp&,
+                                          uint32_t (&packed)[kNumDeferred][16]) const {
+#pragma unroll
+    for (int32_t i = 0; i < 64; ++i) packed[i / 16][i % 16] = pack_bf16(acc[2 * i], acc[2 * i + 1]);
+  }
+
+  __device__ __forceinline__ void store(const uint32_t (&values)[16], int32_t piece,
                                         const Tile& tile, const EpilogueWarp& warp) const {
-    Tile in_columns = tile;
-    in_columns.n_tile = n_tile_of_wgrad(tile);
-    StoreEpilogue<>::store(values, deferred, in_columns, warp);
+    const int32_t num_rows = tile.num_rows - warp.warp_row;
+    if (num_rows <= 0) return;
+    store_piece(out[tile.product], values, warp.staging + (piece % 2) * (16 * 64),
+                tile.row_begin + warp.warp_row, num_rows,
+                n_tile_of_wgrad(tile) * BLOCK_N + piece * 64, warp.lane_idx);
+  }
+
+  __device__ __forceinline__ void publish(const Tile&, uint32_t, const EpilogueWarp&) const {}
+  __device__ __forceinline__ void drain(const EpilogueWarp& warp) const {
+    drain_stores(warp.lane_idx);
   }
 };
 
@@ -191,8 +212,8 @@ struct WgradStore : StoreEpilogue<> {
 struct WgradFloatStore {
   static constexpr int kNumDeferred = 1;
   static constexpr bool kPublishes = false;
-  CUtensorMap out;      // [E * m, n], box 16 x 32
-  int32_t num_columns;  // n
+  CUtensorMap out[kMaxWgrads];      // [E * m, n], box 16 x 32
+  int32_t num_columns[kMaxWgrads];  // n
   bool adds;
   struct Prepared {};
 
@@ -223,13 +244,14 @@ struct WgradFloatStore {
       __syncwarp();
       const int32_t column = n_tile_of_wgrad(tile) * BLOCK_N + piece * 32;
       if (warp.lane_idx == 0) {
-        if (column < num_columns) {
+        if (column < num_columns[tile.product]) {
           const int32_t at[2] = {column, tile.row_begin + warp.warp_row};
           if (adds) {
             ptx::cp_reduce_async_bulk_tensor(ptx::space_global, ptx::space_shared, ptx::op_add,
-                                             &out, at, bytes);
+                                             &out[tile.product], at, bytes);
           } else {
-            ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &out, at, bytes);
+            ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &out[tile.product], at,
+                                      bytes);
           }
         }
         ptx::cp_async_bulk_commit_group();

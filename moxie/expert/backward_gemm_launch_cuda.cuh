@@ -1,6 +1,8 @@
 // Host side of the backward's products: their policies from plain arguments.
 #pragma once
 
+#include <span>
+
 #include "moxie/expert/backward_gemm.h"
 #include "moxie/expert/backward_gemm_epilogues_cuda.cuh"
 #include "moxie/expert/backward_gemm_schedule_cuda.cuh"
@@ -100,39 +102,51 @@ inline WgradOperands describe_wgrad(const BackwardRows& rows, const WgradArgumen
   return operands;
 }
 
-inline WgradStore describe_wgrad_store(const BackwardRows& rows, const WgradArguments& x) {
-  GroupedGemmArguments out;
-  out.out = static_cast<bf16*>(x.out);
-  out.n = x.n;
-  out.rows_capacity = int64_t{rows.num_experts} * x.m;
-  WgradStore epilogue;
-  epilogue.out = describe_output(out);
+inline WgradStore describe_wgrad_store(const BackwardRows& rows,
+                                       std::span<const WgradArguments> wgrads) {
+  WgradStore epilogue{};
+  for (size_t i = 0; i < wgrads.size(); ++i) {
+    GroupedGemmArguments out;
+    out.out = static_cast<bf16*>(wgrads[i].out);
+    out.n = wgrads[i].n;
+    out.rows_capacity = int64_t{rows.num_experts} * wgrads[i].m;
+    epilogue.out[i] = describe_output(out);
+  }
   return epilogue;
 }
 
 inline WgradFloatStore describe_wgrad_float_store(const BackwardRows& rows,
-                                                  const WgradArguments& x) {
+                                                  std::span<const WgradArguments> wgrads) {
   WgradFloatStore epilogue{};
-  check_cuda(device::encode_float_map(&epilogue.out, static_cast<const float*>(x.out), x.n,
-                                      int64_t{rows.num_experts} * x.m),
-             "tensor map of FP32 gradients");
-  epilogue.num_columns = x.n;
-  epilogue.adds = x.output == WgradOutput::add_f32;
+  for (size_t i = 0; i < wgrads.size(); ++i) {
+    const WgradArguments& x = wgrads[i];
+    check_cuda(device::encode_float_map(&epilogue.out[i], static_cast<const float*>(x.out), x.n,
+                                        int64_t{rows.num_experts} * x.m),
+               "tensor map of FP32 gradients");
+    epilogue.num_columns[i] = x.n;
+  }
+  epilogue.adds = wgrads[0].output == WgradOutput::add_f32;
   return epilogue;
 }
 
 template <int kClusterSize>
-WgradSchedule<kClusterSize> wgrad_schedule(const BackwardRows& rows, const WgradArguments& x,
+WgradSchedule<kClusterSize> wgrad_schedule(const BackwardRows& rows,
+                                           std::span<const WgradArguments> wgrads,
                                            const GroupedGemmOptions& options) {
-  // What runs at once should slide along the longer side of the gradient: 16 row tiles x 8 column
-  // tiles are about one wave, and square. H200: up to 2.5 % (docs/decisions/007).
-  const int32_t best_band = x.m > 16 * BLOCK_M && column_tiles(x.n) <= 12 ? 4 : 16;
-  return {rows.expert_rows,
-          rows.num_experts,
-          x.m,
-          column_tiles(x.n),
-          options.band_blocks != 0 ? options.band_blocks : best_band,
-          x.output == WgradOutput::add_f32};
+  WgradSchedule<kClusterSize> schedule{};
+  schedule.expert_rows = rows.expert_rows;
+  schedule.num_experts = rows.num_experts;
+  schedule.num_wgrads = static_cast<int32_t>(wgrads.size());
+  for (size_t i = 0; i < wgrads.size(); ++i) {
+    const WgradArguments& x = wgrads[i];
+    // What runs at once should slide along the longer side of the gradient: 16 row tiles x 8 column
+    // tiles are about one wave, and square. H200: up to 2.5 % (docs/decisions/007).
+    const int32_t best_band = x.m > 16 * BLOCK_M && column_tiles(x.n) <= 12 ? 4 : 16;
+    schedule.wgrads[i] = {x.m, column_tiles(x.n),
+                          options.band_blocks != 0 ? options.band_blocks : best_band};
+  }
+  schedule.skips_empty = wgrads[0].output == WgradOutput::add_f32;
+  return schedule;
 }
 
 }  // namespace moxie::expert

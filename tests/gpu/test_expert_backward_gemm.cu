@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string>
 
@@ -469,7 +470,8 @@ struct WgradProblem {
   }
   void run(WgradOutput output, void* out, const GroupedGemmOptions& options,
            const GroupedGemmWorkspace& workspace) const {
-    launch_wgrad(described, arguments(output, out), options, workspace, nullptr);
+    const expert::WgradArguments x = arguments(output, out);
+    launch_wgrads(described, {&x, 1}, options, workspace, nullptr);
   }
   void add_reference(const DeviceBuffer<double>& out) const {
     wgrad_reference_kernel<<<static_cast<unsigned>((size() + 255) / 256), 256>>>(
@@ -549,6 +551,35 @@ TEST(ExpertBackwardGemm, wgrad_adds_four_microbatches) {
   const size_t expert_size = static_cast<size_t>(m) * n;
   for (const size_t e : {0, 3}) {
     EXPECT_EQ(0, std::memcmp(&got[e * expert_size], &before[e * expert_size], expert_size * 4));
+  }
+}
+
+TEST(ExpertBackwardGemm, three_wgrads_in_one_launch_are_those_of_three) {
+  MOXIE_NEEDS_GPU();
+  const uint64_t seed = new_seed();
+  GroupedGemmWorkspace workspace;
+  const std::vector<int32_t> counts = {0, 1, 127, 500, 129, 64};
+  const WgradProblem gate({"gate", counts, 704, 2880}, seed),
+      up({"up", counts, 704, 2880}, seed + 10), down({"down", counts, 2880, 704}, seed + 20);
+  for (const WgradOutput output : {WgradOutput::bf16, WgradOutput::f32, WgradOutput::add_f32}) {
+    for (const int32_t cluster_size : {1, 2}) {
+      std::vector<std::unique_ptr<DeviceBuffer<float>>> alone, together;
+      std::vector<expert::WgradArguments> all;
+      for (const WgradProblem* p : {&gate, &up, &down}) {
+        for (auto* buffers : {&alone, &together}) {
+          buffers->push_back(std::make_unique<DeviceBuffer<float>>(p->size()));
+          cudaMemset(buffers->back()->get(), 0x11, buffers->back()->bytes());
+        }
+        p->run(output, alone.back()->get(), options_of(cluster_size), workspace);
+        all.push_back(p->arguments(output, together.back()->get()));
+      }
+      launch_wgrads(gate.described, all, options_of(cluster_size), workspace, nullptr);
+      expect_no_expired_wait(workspace);
+      for (size_t i = 0; i < all.size(); ++i) {
+        const std::vector<float> wanted = alone[i]->to_host(), got = together[i]->to_host();
+        ASSERT_EQ(0, std::memcmp(got.data(), wanted.data(), alone[i]->bytes())) << "gradient " << i;
+      }
+    }
   }
 }
 
@@ -718,7 +749,7 @@ TEST(ExpertBackwardGemm, refuses_what_it_cannot_run) {
   DeviceBuffer<Bf16> out(problem.size());
   expert::WgradArguments x = problem.arguments(WgradOutput::bf16, out.get());
   x.m = 72;
-  EXPECT_THROW(launch_wgrad(problem.described, x, {}, workspace, nullptr), Error);
+  EXPECT_THROW(launch_wgrads(problem.described, {&x, 1}, {}, workspace, nullptr), Error);
   BackwardRows rows = problem.described;
   rows.hidden = 100;
   EXPECT_THROW(launch_dx(rows, {}, {}, workspace, nullptr), Error);
