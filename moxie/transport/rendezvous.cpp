@@ -23,6 +23,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr std::size_t kMaxText = 4096, kMaxDescriptors = 4;
 constexpr char kGood = '+', kBad = '-';  // first byte of what rank 0 sends
+constexpr double kManners_s = 2;  // for a hello after connecting, and to take in why it is over
 
 // Time left, in poll's milliseconds.
 class Deadline {
@@ -45,7 +46,20 @@ class Deadline {
   throw Error(code, sentence);
 }
 
-bool send_message(int socket, const std::string& text, const std::vector<int>& descriptors) {
+// Waits until the socket can be read (POLLIN) or written (POLLOUT). A signal of the program is no
+// reason to give up. False: the deadline.
+bool wait_for(int socket, short what, const Deadline& deadline) {
+  for (;;) {
+    pollfd wait{socket, what, 0};
+    const int ready = ::poll(&wait, 1, deadline.poll_ms());
+    if (ready > 0) return true;
+    if (ready == 0 || errno != EINTR) return false;
+  }
+}
+
+// False: the peer has ended, or does not read what was sent before and the deadline is over.
+bool send_message(int socket, const std::string& text, const std::vector<int>& descriptors,
+                  const Deadline& deadline) {
   iovec part{const_cast<char*>(text.data()), text.size()};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kMaxDescriptors)] = {};
   msghdr message{};
@@ -61,15 +75,20 @@ bool send_message(int socket, const std::string& text, const std::vector<int>& d
     header->cmsg_len = CMSG_LEN(num_bytes);
     std::memcpy(CMSG_DATA(header), descriptors.data(), num_bytes);
   }
-  return ::sendmsg(socket, &message, MSG_NOSIGNAL) == static_cast<ssize_t>(text.size());
+  for (;;) {
+    const ssize_t sent = ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent >= 0) return sent == static_cast<ssize_t>(text.size());
+    if (errno == EINTR) continue;
+    const bool full = errno == EAGAIN || errno == EWOULDBLOCK;
+    if (!full || !wait_for(socket, POLLOUT, deadline)) return false;
+  }
 }
 
 enum class Received { message, timed_out, ended };
 // Messages keep their borders (SOCK_SEQPACKET) and are never empty.
 Received receive_message(int socket, const Deadline& deadline, Contribution& into) {
-  pollfd wait{socket, POLLIN, 0};
-  if (::poll(&wait, 1, deadline.poll_ms()) <= 0) return Received::timed_out;
-  into.text.resize(kMaxText);
+  if (!wait_for(socket, POLLIN, deadline)) return Received::timed_out;
+  into.text.resize(kMaxText + 1);  // what rank 0 sends on has a byte more
   iovec part{into.text.data(), into.text.size()};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kMaxDescriptors)] = {};
   msghdr message{};
@@ -108,6 +127,13 @@ struct Address {
   }
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&name); }
 };
+
+// What was received before it failed, own contribution included, is of no use to anybody.
+[[noreturn]] void give_up(const std::vector<Contribution>& all, const std::string& problem) {
+  for (const Contribution& one : all)
+    for (const int descriptor : one.descriptors) ::close(descriptor);
+  fail(problem + "; make a new World");
+}
 
 bool same_user(int socket) {
   ucred peer{};
@@ -163,8 +189,7 @@ void Rendezvous::listen_and_accept(const std::string& address, double timeout_s)
   std::vector<int> strangers;  // connected, but no rank of this world: they hear why
   std::int64_t missing = num_ranks_ - 1;
   while (missing > 0 && problem.empty()) {
-    pollfd wait{listener, POLLIN, 0};
-    if (::poll(&wait, 1, deadline.poll_ms()) <= 0) {
+    if (!wait_for(listener, POLLIN, deadline)) {
       for (std::int64_t r = 1; r < num_ranks_; ++r)
         if (sockets_[static_cast<std::size_t>(r)] < 0)
           problem += (problem.empty() ? "" : ", ") + std::to_string(r);
@@ -176,7 +201,7 @@ void Rendezvous::listen_and_accept(const std::string& address, double timeout_s)
     const int socket = ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
     Contribution hello;
     if (socket < 0 || !same_user(socket) ||
-        receive_message(socket, Deadline(2), hello) != Received::message) {
+        receive_message(socket, Deadline(kManners_s), hello) != Received::message) {
       if (socket >= 0) ::close(socket);
       continue;
     }
@@ -201,9 +226,9 @@ void Rendezvous::listen_and_accept(const std::string& address, double timeout_s)
   ::close(listener);
   const std::string answer = problem.empty() ? std::string(1, kGood) : kBad + problem;
   for (const int socket : sockets_)
-    if (socket >= 0) send_message(socket, answer, {});
+    if (socket >= 0) send_message(socket, answer, {}, Deadline(kManners_s));
   for (const int socket : strangers) {
-    send_message(socket, answer, {});
+    send_message(socket, answer, {}, Deadline(kManners_s));
     ::close(socket);
   }
   if (!problem.empty()) fail(problem, code);
@@ -223,7 +248,7 @@ void Rendezvous::connect_to_first(const std::string& address, double timeout_s) 
   if (!same_user(sockets_[0]))
     fail(fmt::format("process world '{}' belongs to another user", name_),
          ErrorCode::invalid_argument);
-  send_message(sockets_[0], fmt::format("{} of {}", rank_, num_ranks_), {});
+  send_message(sockets_[0], fmt::format("{} of {}", rank_, num_ranks_), {}, deadline);
   Contribution answer;
   // Rank 0 has the same patience, and tells; a little more for it to do so.
   const Received seen =
@@ -253,28 +278,27 @@ std::vector<Contribution> Rendezvous::gather_at_first(const char* what, Contribu
   }
   for (std::size_t r = 1; r < all.size(); ++r) {
     if (!problem.empty()) {
-      send_message(sockets_[r], kBad + problem, {});
+      send_message(sockets_[r], kBad + problem, {}, Deadline(kManners_s));
       continue;
     }
     for (const Contribution& one : all)
-      send_message(sockets_[r], kGood + one.text, one.descriptors);
+      send_message(sockets_[r], kGood + one.text, one.descriptors, deadline);
   }
   if (problem.empty()) return all;
-  for (std::size_t r = 1; r < all.size(); ++r)
-    for (const int descriptor : all[r].descriptors) ::close(descriptor);
-  fail(problem + "; make a new World");
+  give_up(all, problem);
 }
 
 std::vector<Contribution> Rendezvous::all_gather(const char* what, const std::string& text,
                                                  const std::vector<int>& descriptors,
                                                  double timeout_s) {
-  Contribution own{text, {}};
-  for (const int descriptor : descriptors) own.descriptors.push_back(::dup(descriptor));
-  if (rank_ == 0) return gather_at_first(what, std::move(own), timeout_s);
-  for (const int descriptor : own.descriptors) ::close(descriptor);
-  send_message(sockets_[0], text, descriptors);
-  std::vector<Contribution> all(static_cast<std::size_t>(num_ranks_));
+  if (rank_ == 0) {
+    Contribution own{text, {}};
+    for (const int descriptor : descriptors) own.descriptors.push_back(::dup(descriptor));
+    return gather_at_first(what, std::move(own), timeout_s);
+  }
   const Deadline deadline(timeout_s > 0 ? timeout_s + 1 : 0);
+  send_message(sockets_[0], text, descriptors, deadline);
+  std::vector<Contribution> all(static_cast<std::size_t>(num_ranks_));
   for (Contribution& one : all) {
     const Received seen = receive_message(sockets_[0], deadline, one);
     if (seen == Received::message && one.text[0] == kGood) {
@@ -286,9 +310,7 @@ std::vector<Contribution> Rendezvous::all_gather(const char* what, const std::st
         : seen == Received::ended
             ? fmt::format("rank 0 did not come to {}: its process or World has ended", what)
             : fmt::format("rank 0 did not come to {} within {} s", what, timeout_s);
-    for (const Contribution& received : all)
-      for (const int descriptor : received.descriptors) ::close(descriptor);
-    fail(reason + "; make a new World");
+    give_up(all, reason);
   }
   return all;
 }
