@@ -113,12 +113,10 @@ std::string record_of_device(const std::string& device) {
 
 LayerPlan plan_for_layer(const Problem& problem, const MachineId& machine,
                          const std::string& cache_file, double model_error) {
-  std::string reasons;
-  for (const Passes passes : {Passes::both, Passes::forward}) {
-    const CachedPlan cached = find_plan(cache_file, {problem, machine, passes});
-    if (cached.plan) return {*cached.plan, {PlanOrigin::cache, cached.words}};
-    reasons = cached.words;
-  }
+  const std::array<PlanKey, 2> keys = {
+      {{problem, machine, Passes::both}, {problem, machine, Passes::forward}}};
+  const CachedPlan cached = find_plan(cache_file, keys);
+  if (cached.plan) return {*cached.plan, {PlanOrigin::cache, cached.words}};
   Choice choice;
   try {
     choice = choose(problem, machine, model_error);
@@ -127,7 +125,7 @@ LayerPlan plan_for_layer(const Problem& problem, const MachineId& machine,
   }
   if (choice.plan) return {*choice.plan, {PlanOrigin::planner, choice.words}};
   return {pipeline::resolve(problem, pipeline::default_plan(problem)),
-          {PlanOrigin::standard, fmt::format("default: {}; {}", reasons, choice.words)}};
+          {PlanOrigin::standard, fmt::format("default: {}; {}", cached.words, choice.words)}};
 }
 
 }  // namespace moxie::planner

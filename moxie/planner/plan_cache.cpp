@@ -88,6 +88,23 @@ void replace_file(const std::string& file, const std::string& text) {
   fail_to_write(file, error ? error.message() : reason);
 }
 
+CachedPlan find_entry(const CacheFile& cache, const std::string& file, const PlanKey& key) {
+  const Json wanted = to_json(key);
+  for (const OrderedJson& entry : cache.entries) {
+    if (!has_key(entry, wanted)) continue;
+    try {
+      const std::string where = fmt::format("plan cache {}: the plan of this layer", file);
+      Plan plan = plan_from_json(entry.contains("plan") ? Json(entry.at("plan")) : Json(), where);
+      plan = pipeline::resolve(key.problem, plan);
+      pipeline::check(key.problem, plan);
+      return {plan, fmt::format("plan cache {}", file)};
+    } catch (const Error& error) {
+      return {{}, fmt::format("an entry of plan cache {} was ignored: {}", file, error.what())};
+    }
+  }
+  return {{}, fmt::format("plan cache {} has no entry for this layer and machine", file)};
+}
+
 }  // namespace
 
 OrderedJson to_json(const PlanKey& key) {
@@ -106,26 +123,18 @@ OrderedJson to_json(const PlanKey& key) {
           {"problem", to_json(key.problem)}};
 }
 
-CachedPlan find_plan(const std::string& file, const PlanKey& key) {
+CachedPlan find_plan(const std::string& file, std::span<const PlanKey> keys) {
   if (file.empty()) return {{}, "no plan cache"};
   const CacheFile cache = read_cache(file);
   if (!cache.exists) return {{}, fmt::format("plan cache {} does not exist", file)};
   if (!cache.unusable.empty())
     return {{}, fmt::format("plan cache {} was ignored: {}", file, cache.unusable)};
-  const Json wanted = to_json(key);
-  for (const OrderedJson& entry : cache.entries) {
-    if (!has_key(entry, wanted)) continue;
-    try {
-      const std::string where = fmt::format("plan cache {}: the plan of this layer", file);
-      Plan plan = plan_from_json(entry.contains("plan") ? Json(entry.at("plan")) : Json(), where);
-      plan = pipeline::resolve(key.problem, plan);
-      pipeline::check(key.problem, plan);
-      return {plan, fmt::format("plan cache {}", file)};
-    } catch (const Error& error) {
-      return {{}, fmt::format("an entry of plan cache {} was ignored: {}", file, error.what())};
-    }
+  CachedPlan found;
+  for (const PlanKey& key : keys) {
+    found = find_entry(cache, file, key);
+    if (found.plan) break;
   }
-  return {{}, fmt::format("plan cache {} has no entry for this layer and machine", file)};
+  return found;
 }
 
 void check_plan_cache(const std::string& file) { usable_cache(file); }

@@ -5,6 +5,7 @@
 // at once the later one wins.
 #pragma once
 #include <optional>
+#include <span>
 #include <string>
 
 #include "moxie/core/machine.h"
@@ -25,7 +26,11 @@ struct CachedPlan {
   std::optional<Plan> plan;  // resolved, legal
   std::string words;         // where it is from; or why there is none
 };
-CachedPlan find_plan(const std::string& file, const PlanKey& key);
+// The first key that has a usable entry; without one the words are about the last key.
+CachedPlan find_plan(const std::string& file, std::span<const PlanKey> keys);
+inline CachedPlan find_plan(const std::string& file, const PlanKey& key) {
+  return find_plan(file, std::span(&key, 1));
+}
 
 // Throws as store_plan would for a file that is something else: asked before the work.
 void check_plan_cache(const std::string& file);
