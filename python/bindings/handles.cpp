@@ -58,6 +58,7 @@ LayerHandle::LayerHandle(std::shared_ptr<WorldHandle> world_in, const Problem& p
   }
   problem = layer->problem();
   plan = layer->plan();
+  plan_source = layer->plan_source().words;
   world->heap_bytes = std::max(world->heap_bytes, heap_bytes(problem));
   world->layers.insert(this);
 }

@@ -43,6 +43,7 @@ struct LayerHandle {
   std::optional<Layer> layer;
   Problem problem;
   Plan plan;
+  std::string plan_source;
   std::set<ContextHandle*> contexts;
 };
 

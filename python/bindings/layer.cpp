@@ -133,7 +133,8 @@ void bind_layer(nb::module_& m) {
   nb::class_<LayerHandle>(
       m, "Layer",
       "One MoE layer over the ranks of a World: plan proven, memory allocated.\n\n"
-      "Without a plan it is default_plan's. Keeps its World alive. Raises "
+      "Without a plan: the one that `moxie tune` stored for this problem and machine, else the "
+      "planner's where it is sure, else default_plan's. Keeps its World alive. Raises "
       "InvalidArgumentError or InvalidPlanError.")
       .def(
           "__init__",
@@ -145,6 +146,9 @@ void bind_layer(nb::module_& m) {
       .def_prop_ro(
           "plan", [](const LayerHandle& l) { return Plan(l.plan); },
           "resolved: no zeros left but that of comm_workers")
+      .def_prop_ro(
+          "plan_source", [](const LayerHandle& l) { return l.plan_source; },
+          "where the plan is from, and why not from a better place: one line for people")
       .def_prop_ro("closed", [](const LayerHandle& l) { return !l.layer.has_value(); })
       .def("forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("expert_ids"),
            nb::arg("route_weights"), nb::arg("weights"), nb::arg("out") = nb::none(),

@@ -721,7 +721,7 @@ class Layer:
     """
     One MoE layer over the ranks of a World: plan proven, memory allocated.
 
-    Without a plan it is default_plan's. Keeps its World alive. Raises InvalidArgumentError or InvalidPlanError.
+    Without a plan: the one that `moxie tune` stored for this problem and machine, else the planner's where it is sure, else default_plan's. Keeps its World alive. Raises InvalidArgumentError or InvalidPlanError.
     """
 
     def __init__(self, world: World, problem: Problem, plan: Plan | None = None) -> None: ...
@@ -735,6 +735,12 @@ class Layer:
     @property
     def plan(self) -> Plan:
         """resolved: no zeros left but that of comm_workers"""
+
+    @property
+    def plan_source(self) -> str:
+        """
+        where the plan is from, and why not from a better place: one line for people
+        """
 
     @property
     def closed(self) -> bool: ...

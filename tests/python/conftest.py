@@ -6,6 +6,8 @@ import os
 import numpy as np
 import pytest
 
+os.environ["MOXIE_PLAN_CACHE"] = "off"  # plans are those of the tests
+
 
 @pytest.fixture
 def seed(request):

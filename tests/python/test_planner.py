@@ -61,6 +61,13 @@ def test_devices(machine):
         planner.parse_device(json.dumps({"name": "mine", "title": "nothing known"}))
 
 
+def test_a_layer_says_where_its_plan_is_from():
+    small = moxie.Problem(num_ranks=1, max_tokens=8, hidden=64, intermediate=64, num_experts=4, top_k=2)
+    with moxie.World.cpu(num_ranks=1) as world:
+        assert moxie.Layer(world, small).plan_source.startswith("default: no plan cache")
+        assert moxie.Layer(world, small, moxie.Plan()).plan_source == "given by the caller"
+
+
 def test_choose_plan(problem, machine):
     choice = planner.choose_plan(problem=problem, machine=machine, passes=planner.Passes.forward, all_ranks=False)
     assert 0 < choice.forward_bounds.lower_ms < choice.chosen.forward_ms <= choice.default_plan.forward_ms
