@@ -5,25 +5,14 @@
 namespace moxie::expert {
 namespace {
 
-void require(bool holds, const char* rule, int64_t value) {
-  if (!holds)
-    throw Error(ErrorCode::invalid_argument,
-                std::string("backward product: ") + rule + ", got " + std::to_string(value));
-}
+constexpr const char* kWhat = "backward product";
 
 void check(const BackwardRows& rows, const GroupedGemmOptions& options) {
-  require(rows.num_experts >= 1 && rows.num_experts <= BandSchedule<1>::kMaxExperts,
-          "num_experts must be 1..1024", rows.num_experts);
-  require(rows.rows_capacity >= 0 && rows.rows_capacity <= int64_t{65535} * BLOCK_M,
-          "rows_capacity must be 0..65535 * 128", rows.rows_capacity);
-  require(options.cluster_size == 1 || options.cluster_size == 2, "cluster_size must be 1 or 2",
-          options.cluster_size);
-  require(options.band_blocks >= 0 && options.band_blocks % 2 == 0,
-          "band_blocks must be even, or 0", options.band_blocks);
+  check_launch(kWhat, rows.num_experts, rows.rows_capacity, options);
 }
 
 void require_width(const char* rule, int64_t value) {
-  require(value >= 64 && value % 64 == 0, rule, value);
+  require(value >= 64 && value % 64 == 0, kWhat, rule, value);
 }
 
 void check_widths(const BackwardRows& rows) {
@@ -33,28 +22,17 @@ void check_widths(const BackwardRows& rows) {
 
 // ---- launches ----
 
-template <int kClusterSize, class Operands, int kNumProducts, class Schedule, class Epilogue>
-void launch(const Operands (&operands)[kNumProducts], const Schedule& schedule,
-            const Epilogue& epilogue, const GroupedGemmOptions& options,
-            const GroupedGemmWorkspace& workspace, cudaStream_t stream) {
-  GemmParams<Schedule, AlwaysReady, Epilogue, kNumProducts, Operands> params{};
-  std::copy_n(operands, kNumProducts, params.operands);
-  params.epilogue = epilogue;
-  params.schedule = schedule;
-  params.tickets = reinterpret_cast<TicketCounter*>(workspace.words());
-  params.limits = describe_limits(options, workspace);
-  launch_gemm_kernel<GemmConfig<kClusterSize>>(params, options.reserve_sms, stream);
-}
-
 template <class Operands, class Epilogue>
 void launch_rows(const BackwardRows& rows, int32_t n, int32_t k, const Operands& product,
                  const Epilogue& epilogue, const GroupedGemmOptions& options,
                  const GroupedGemmWorkspace& workspace, cudaStream_t stream) {
   const Operands operands[1] = {product};
   if (options.cluster_size == 2)
-    launch<2>(operands, row_schedule<2>(rows, n, k, options), epilogue, options, workspace, stream);
+    launch_products<2>(operands, row_schedule<2>(rows, n, k, options), epilogue, options, workspace,
+                       stream);
   else
-    launch<1>(operands, row_schedule<1>(rows, n, k, options), epilogue, options, workspace, stream);
+    launch_products<1>(operands, row_schedule<1>(rows, n, k, options), epilogue, options, workspace,
+                       stream);
 }
 
 template <bool kGeneral>
@@ -145,7 +123,7 @@ void launch_wgrads(const BackwardRows& rows, std::span<const WgradArguments> wgr
                    cudaStream_t stream) {
   check(rows, options);
   const auto num_wgrads = static_cast<int32_t>(wgrads.size());
-  require(num_wgrads >= 1 && num_wgrads <= kMaxWgrads, "one launch takes 1..3 gradients",
+  require(num_wgrads >= 1 && num_wgrads <= kMaxWgrads, kWhat, "one launch takes 1..3 gradients",
           num_wgrads);
   WgradOperands operands[kMaxWgrads]{};
   for (int32_t i = 0; i < num_wgrads; ++i) {
@@ -153,17 +131,18 @@ void launch_wgrads(const BackwardRows& rows, std::span<const WgradArguments> wgr
     require_width("m must be a positive multiple of 64", x.m);
     require_width("n must be a positive multiple of 64", x.n);
     const int64_t num_rows = int64_t{rows.num_experts} * x.m;
-    require(num_rows <= INT32_MAX, "num_experts * m must be below 2^31", num_rows);
-    require(x.output == wgrads[0].output, "the gradients of one launch have one kind of output", i);
+    require(num_rows <= INT32_MAX, kWhat, "num_experts * m must be below 2^31", num_rows);
+    require(x.output == wgrads[0].output, kWhat,
+            "the gradients of one launch have one kind of output", i);
     operands[i] = describe_wgrad(rows, x);
   }
   const auto run = [&](const auto& epilogue) {
     if (options.cluster_size == 2)
-      launch<2>(operands, wgrad_schedule<2>(rows, wgrads, options), epilogue, options, workspace,
-                stream);
+      launch_products<2>(operands, wgrad_schedule<2>(rows, wgrads, options), epilogue, options,
+                         workspace, stream);
     else
-      launch<1>(operands, wgrad_schedule<1>(rows, wgrads, options), epilogue, options, workspace,
-                stream);
+      launch_products<1>(operands, wgrad_schedule<1>(rows, wgrads, options), epilogue, options,
+                         workspace, stream);
   };
   if (wgrads[0].output == WgradOutput::bf16)
     run(describe_wgrad_store(rows, wgrads));
@@ -182,7 +161,8 @@ void launch_router_grad(const BackwardRows& rows, const RouterGradArguments& x,
 
 void launch_bias_grad(const BackwardRows& rows, const BiasGradArguments& x, cudaStream_t stream) {
   check(rows, {});
-  require(x.columns >= 2 && x.columns % 2 == 0, "columns must be even and positive", x.columns);
+  require(x.columns >= 2 && x.columns % 2 == 0, kWhat, "columns must be even and positive",
+          x.columns);
   constexpr int32_t kThreads = 64;
   bias_grad_kernel<<<dim3((x.columns / 2 + kThreads - 1) / kThreads, rows.num_experts), kThreads, 0,
                      stream>>>(rows, x);

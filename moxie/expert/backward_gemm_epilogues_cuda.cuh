@@ -30,23 +30,14 @@ struct DgradEpilogue {
   int32_t num_n_tiles;
   Activation activation;  // kGeneral only
 
-  struct Prepared {
-    float weight[2];  // of rows lane/4 and lane/4 + 8
-  };
+  using Prepared = RowWeights;
   struct Sums {
     float of_row[2];  // this thread's part of rowsum(dA' . A)
   };
 
   // Before the main loop, which hides the latency.
   __device__ __forceinline__ Prepared prepare(const Tile& tile, const EpilogueWarp& warp) const {
-    Prepared prepared;
-#pragma unroll
-    for (int32_t h = 0; h < 2; ++h) {
-      const int32_t row = warp.warp_row + warp.lane_idx / 4 + 8 * h;
-      prepared.weight[h] =
-          row_weight != nullptr && row < tile.num_rows ? row_weight[tile.row_begin + row] : 1.0f;
-    }
-    return prepared;
+    return load_row_weights(row_weight, tile, warp);
   }
 
   __device__ __forceinline__ Sums begin(const Prepared&) const { return {{0.0f, 0.0f}}; }

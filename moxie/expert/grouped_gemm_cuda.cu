@@ -4,36 +4,20 @@
 namespace moxie::expert {
 namespace {
 
-void require(bool holds, const char* rule, int64_t value) {
-  if (!holds)
-    throw Error(ErrorCode::invalid_argument,
-                std::string("grouped GEMM: ") + rule + ", got " + std::to_string(value));
-}
+constexpr const char* kWhat = "grouped GEMM";
 
 void check(const GroupedGemmArguments& x, const GroupedGemmOptions& options) {
-  require(x.num_experts >= 1 && x.num_experts <= BandSchedule<1>::kMaxExperts,
-          "num_experts must be 1..1024", x.num_experts);
-  require(x.n >= 8 && x.n % 8 == 0, "n must be a positive multiple of 8", x.n);
-  require(x.k >= 8 && x.k % 8 == 0, "k must be a positive multiple of 8", x.k);
-  require(x.rows_capacity >= 0 && x.rows_capacity <= int64_t{65535} * BLOCK_M,
-          "rows_capacity must be 0..65535 * 128", x.rows_capacity);
-  require(options.cluster_size == 1 || options.cluster_size == 2, "cluster_size must be 1 or 2",
-          options.cluster_size);
-  require(options.band_blocks >= 0 && options.band_blocks % 2 == 0,
-          "band_blocks must be even, or 0", options.band_blocks);
+  check_launch(kWhat, x.num_experts, x.rows_capacity, options);
+  require(x.n >= 8 && x.n % 8 == 0, kWhat, "n must be a positive multiple of 8", x.n);
+  require(x.k >= 8 && x.k % 8 == 0, kWhat, "k must be a positive multiple of 8", x.k);
 }
 
 template <int kClusterSize, class Epilogue>
 void launch(const GroupedGemmArguments& x, const GroupedGemmOptions& options,
             const GroupedGemmWorkspace& workspace, const Epilogue& epilogue, cudaStream_t stream) {
-  using Schedule = BandSchedule<kClusterSize>;
-  GemmParams<Schedule, AlwaysReady, Epilogue, 1> params{};
-  params.operands[0] = describe_operands(x);
-  params.epilogue = epilogue;
-  params.schedule = describe_schedule<kClusterSize>(x, options);
-  params.tickets = reinterpret_cast<TicketCounter*>(workspace.words());
-  params.limits = describe_limits(options, workspace);
-  launch_gemm_kernel<GemmConfig<kClusterSize>>(params, options.reserve_sms, stream);
+  const GemmOperands operands[1] = {describe_operands(x)};
+  launch_products<kClusterSize>(operands, describe_schedule<kClusterSize>(x, options), epilogue,
+                                options, workspace, stream);
 }
 
 }  // namespace

@@ -127,6 +127,23 @@ struct StoreEpilogue {
   }
 };
 
+// Of rows lane/4 and lane/4 + 8 of a warp.
+struct RowWeights {
+  float weight[2];
+};
+// 1 where there are none (null), and for padding.
+__device__ __forceinline__ RowWeights load_row_weights(const float* row_weight, const Tile& tile,
+                                                       const EpilogueWarp& warp) {
+  RowWeights weights;
+#pragma unroll
+  for (int32_t h = 0; h < 2; ++h) {
+    const int32_t row = warp.warp_row + warp.lane_idx / 4 + 8 * h;
+    weights.weight[h] =
+        row_weight != nullptr && row < tile.num_rows ? row_weight[tile.row_begin + row] : 1.0f;
+  }
+  return weights;
+}
+
 // hidden = silu(gate) * up * row_weight: columns 0-127 of a tile are gate, 128-255 up, so both
 // values of an element are in one thread. silu(g) = g/2 + g/2 * tanh(g/2).
 struct SwigluEpilogue {
@@ -134,20 +151,11 @@ struct SwigluEpilogue {
   static constexpr bool kPublishes = false;
   GemmOutput out;
   const float* row_weight;  // [rows], or null: 1
-  struct Prepared {
-    float weight[2];  // of rows lane/4 and lane/4 + 8
-  };
+  using Prepared = RowWeights;
 
   // Before the main loop, which hides the latency.
   __device__ __forceinline__ Prepared prepare(const Tile& tile, const EpilogueWarp& warp) const {
-    Prepared prepared;
-#pragma unroll
-    for (int32_t h = 0; h < 2; ++h) {
-      const int32_t row = warp.warp_row + warp.lane_idx / 4 + 8 * h;
-      prepared.weight[h] =
-          row_weight != nullptr && row < tile.num_rows ? row_weight[tile.row_begin + row] : 1.0f;
-    }
-    return prepared;
+    return load_row_weights(row_weight, tile, warp);
   }
 
   __device__ __forceinline__ void convert(const float (&acc)[128], const Prepared& prepared,

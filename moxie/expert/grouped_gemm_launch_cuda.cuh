@@ -19,6 +19,26 @@ inline void check_cuda(cudaError_t error, const char* what) {
   throw Error(ErrorCode::unavailable, std::string(what) + ": " + cudaGetErrorString(error));
 }
 
+// `what` is the product as a sentence names it.
+inline void require(bool holds, const char* what, const char* rule, int64_t value) {
+  if (!holds)
+    throw Error(ErrorCode::invalid_argument,
+                std::string(what) + ": " + rule + ", got " + std::to_string(value));
+}
+
+// What every launch over rows of experts can do.
+inline void check_launch(const char* what, int32_t num_experts, int64_t rows_capacity,
+                         const GroupedGemmOptions& options) {
+  require(num_experts >= 1 && num_experts <= BandSchedule<1>::kMaxExperts, what,
+          "num_experts must be 1..1024", num_experts);
+  require(rows_capacity >= 0 && rows_capacity <= int64_t{65535} * BLOCK_M, what,
+          "rows_capacity must be 0..65535 * 128", rows_capacity);
+  require(options.cluster_size == 1 || options.cluster_size == 2, what,
+          "cluster_size must be 1 or 2", options.cluster_size);
+  require(options.band_blocks >= 0 && options.band_blocks % 2 == 0, what,
+          "band_blocks must be even, or 0", options.band_blocks);
+}
+
 inline GemmOperands describe_operands(const GroupedGemmArguments& x) {
   GemmOperands operands{};
   const bool swiglu = x.product == GroupedProduct::swiglu;
@@ -94,6 +114,20 @@ void launch_gemm_kernel(
   }
   config.gridDim = num_clusters * kClusterSize;
   check_cuda(cudaLaunchKernelEx(&config, kernel, params), "launch of the grouped GEMM");
+}
+
+// The products of one launch, all of whose rows are in place before it.
+template <int kClusterSize, class Operands, int kNumProducts, class Schedule, class Epilogue>
+void launch_products(const Operands (&operands)[kNumProducts], const Schedule& schedule,
+                     const Epilogue& epilogue, const GroupedGemmOptions& options,
+                     const GroupedGemmWorkspace& workspace, cudaStream_t stream) {
+  GemmParams<Schedule, AlwaysReady, Epilogue, kNumProducts, Operands> params{};
+  std::copy_n(operands, kNumProducts, params.operands);
+  params.epilogue = epilogue;
+  params.schedule = schedule;
+  params.tickets = reinterpret_cast<TicketCounter*>(workspace.words());
+  params.limits = describe_limits(options, workspace);
+  launch_gemm_kernel<GemmConfig<kClusterSize>>(params, options.reserve_sms, stream);
 }
 
 }  // namespace moxie::expert
