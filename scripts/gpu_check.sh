@@ -47,6 +47,6 @@ scenario=h200-forward
 timeout "${BENCH_SECONDS:-300}" python3 bench/bench_grouped_gemm.py --library "$programs/libbench_grouped_gemm.so" --rounds "$rounds" \
   ${COMMIT:+--commit "$COMMIT"} --json "$out/h200-grouped-gemm.json" || exit 1
 timeout "${BENCH_SECONDS:-300}" python3 bench/bench_grouped_gemm.py --library "$programs/libbench_grouped_gemm.so" --rounds "$rounds" \
-  --products wgrad-down wgrad-gate wgrad-gate-add dx dgrad ${COMMIT:+--commit "$COMMIT"} --json "$out/h200-backward-gemm.json" || exit 1
+  --products wgrad-down wgrad-gate wgrad-gate-add wgrads dx dgrad ${COMMIT:+--commit "$COMMIT"} --json "$out/h200-backward-gemm.json" || exit 1
 timeout "${BENCH_SECONDS:-300}" "$programs/moxie" bench layer --scenario "bench/scenarios/$scenario.json" --rounds "$rounds" \
   ${COMMIT:+--commit "$COMMIT"} --json "$out/$scenario.json"

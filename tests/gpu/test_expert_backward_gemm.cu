@@ -1,169 +1,12 @@
-// The backward's products against plain FP64 loops, and against themselves: bitwise, whatever the
-// order of the work.
+// dA' with SwiGLU backward, and dX, against plain FP64 loops, and against themselves: bitwise,
+// whatever the order of the work.
 //
 // The reference shares no code with the kernels: its own row offsets, its own sums, exp instead of
 // tanh. Rows past an expert's count hold 0xFF = NaN in every operand.
-#include <cuda_bf16.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <memory>
-#include <random>
-#include <string>
-
-#include "gpu_test.h"
-#include "moxie/expert/backward_gemm_launch_cuda.cuh"
+#include "tests/gpu/gemm_case.h"
 
 namespace moxie {
 namespace {
-
-using expert::BackwardRows;
-using expert::GroupedGemmOptions;
-using expert::GroupedGemmWorkspace;
-using expert::WgradOutput;
-using testing::DeviceBuffer;
-using Bf16 = __nv_bfloat16;
-
-// ---- inputs ----
-
-__global__ void fill_kernel(Bf16* out, int64_t count, uint64_t seed, float scale) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    uint64_t h = (static_cast<uint64_t>(i) + seed) * 0x9E3779B97F4A7C15ull;
-    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9ull;
-    h = (h ^ (h >> 27)) * 0x94D049BB133111EBull;
-    h ^= h >> 31;
-    float sum = -2.0f;  // four uniforms: close to normal
-    for (int part = 0; part < 4; ++part)
-      sum += static_cast<float>(h >> (16 * part) & 0xFFFF) / 65536.0f;
-    out[i] = __float2bfloat16(sum * 1.7320508f * scale);
-  }
-}
-
-// Rows of experts, each of which begins on a block of 128.
-struct Rows {
-  std::vector<int32_t> counts;
-  std::vector<int64_t> begin;
-  std::vector<int32_t> expert_of_row;  // -1: padding
-  DeviceBuffer<int32_t> device_counts, device_experts;
-
-  explicit Rows(const std::vector<int32_t>& expert_rows)
-      : counts(expert_rows), device_counts(expert_rows), device_experts(experts_of(*this)) {}
-
-  int64_t size() const { return static_cast<int64_t>(expert_of_row.size()); }
-  int32_t num_experts() const { return static_cast<int32_t>(counts.size()); }
-  BackwardRows describe(int32_t hidden, int32_t intermediate) const {
-    return {device_counts.get(), num_experts(), size(), hidden, intermediate};
-  }
-
- private:
-  static const std::vector<int32_t>& experts_of(Rows& rows) {
-    for (size_t e = 0; e < rows.counts.size(); ++e) {
-      rows.begin.push_back(rows.size());
-      for (int32_t i = 0; i < (rows.counts[e] + 127) / 128 * 128; ++i)
-        rows.expert_of_row.push_back(i < rows.counts[e] ? static_cast<int32_t>(e) : -1);
-    }
-    return rows.expert_of_row;
-  }
-};
-
-// Device memory whose every byte is 0xFF but for the real rows.
-struct RowsOfBf16 : DeviceBuffer<Bf16> {
-  RowsOfBf16(const Rows& rows, int32_t columns) : DeviceBuffer(rows.size() * columns) {}
-  RowsOfBf16(const Rows& rows, int32_t columns, uint64_t seed, float scale)
-      : RowsOfBf16(rows, columns) {
-    for (size_t e = 0; e < rows.counts.size(); ++e) {
-      if (rows.counts[e] == 0) continue;
-      fill_kernel<<<256, 256>>>(get() + rows.begin[e] * columns, int64_t{rows.counts[e]} * columns,
-                                seed + 977 * e, scale);
-    }
-  }
-  bf16* data() const { return reinterpret_cast<bf16*>(get()); }
-};
-
-struct Weights : DeviceBuffer<Bf16> {
-  Weights(int64_t count, uint64_t seed, float scale) : DeviceBuffer(count) {
-    fill_kernel<<<1024, 256>>>(get(), count, seed, scale);
-  }
-  bf16* data() const { return reinterpret_cast<bf16*>(get()); }
-};
-
-uint64_t new_seed() {
-  const uint64_t seed = std::random_device{}();
-  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
-  return seed;
-}
-
-GroupedGemmOptions options_of(int32_t cluster_size) {
-  GroupedGemmOptions options;
-  options.cluster_size = cluster_size;
-  options.limit_ns = 2'000'000'000;
-  return options;
-}
-
-void expect_no_expired_wait(const GroupedGemmWorkspace& workspace) {
-  MOXIE_CUDA(cudaDeviceSynchronize());
-  ASSERT_EQ(0u, workspace.record()->written) << "a wait expired: site " << workspace.record()->what;
-}
-
-// ---- judge ----
-
-float as_float(Bf16 x) { return __bfloat162float(x); }
-float as_float(float x) { return x; }
-template <class T>
-bool is_poison(const T& x) {
-  uint8_t bytes[sizeof(T)];
-  std::memcpy(bytes, &x, sizeof(T));
-  return std::all_of(bytes, bytes + sizeof(T), [](uint8_t byte) { return byte == 0xFF; });
-}
-
-// Contract of the numerics, of BF16 results: everything within 5e-3 relative L2, every row within
-// 1e-2, every element within 2e-2 * (rms of the row) + 2e-2 * |ref|; `tightness` of FP32 results is
-// below 1. Rows without an expert (row_is_real[i] == 0) are as poisoned.
-template <class T>
-void judge(const char* what, const std::vector<T>& got, const std::vector<double>& wanted,
-           int64_t columns, const std::vector<uint8_t>& row_is_real, double tightness = 1) {
-  ASSERT_EQ(got.size(), wanted.size());
-  double error = 0, norm = 0;
-  for (size_t row = 0; row < row_is_real.size(); ++row) {
-    double row_error = 0, row_norm = 0;
-    const size_t begin = row * columns, end = begin + columns;
-    for (size_t i = begin; i < end; ++i) {
-      if (!row_is_real[row]) {
-        ASSERT_TRUE(is_poison(got[i])) << what << ": padding row " << row << " was written";
-        continue;
-      }
-      const double d = as_float(got[i]) - wanted[i];
-      ASSERT_FALSE(std::isnan(d)) << what << ": row " << row << " column " << i - begin;
-      row_error += d * d;
-      row_norm += wanted[i] * wanted[i];
-    }
-    if (!row_is_real[row]) continue;
-    if (row_norm == 0) {
-      ASSERT_EQ(0, row_error) << what << ": row " << row << " must be exactly zero";
-      continue;
-    }
-    ASSERT_LE(std::sqrt(row_error / row_norm), 1e-2 * tightness) << what << ": row " << row;
-    const double rms = std::sqrt(row_norm / static_cast<double>(columns));
-    for (size_t i = begin; i < end; ++i) {
-      ASSERT_LE(std::abs(as_float(got[i]) - wanted[i]),
-                tightness * (2e-2 * rms + 2e-2 * std::abs(wanted[i])))
-          << what << ": row " << row << " column " << i - begin;
-    }
-    error += row_error;
-    norm += row_norm;
-  }
-  const double relative = norm > 0 ? std::sqrt(error / norm) : 0;
-  std::printf("  %-44s relative L2 %.2e\n", what, relative);
-  EXPECT_LE(relative, 5e-3 * tightness) << what;
-}
-
-std::vector<uint8_t> real_rows(const Rows& rows) {
-  std::vector<uint8_t> real;
-  for (const int32_t e : rows.expert_of_row) real.push_back(e >= 0);
-  return real;
-}
 
 // ---- dgrad ----
 
@@ -301,17 +144,6 @@ struct DgradProblem {
   }
 };
 
-std::vector<int32_t> random_counts(size_t num_experts, int32_t most, uint64_t seed) {
-  std::mt19937 random(seed);
-  std::vector<int32_t> counts(num_experts);
-  for (auto& count : counts) count = static_cast<int32_t>(random() % (most + 1));
-  return counts;
-}
-
-const std::vector<int32_t> kEdges = {0, 1, 127, 128, 129};
-const std::vector<int32_t> kSparse = {0, 3, 0, 128, 1, 0, 0, 200};
-const std::vector<int32_t> kEven = {256, 64, 384, 65};
-
 const Activation kClamped{ActivationKind::swiglu_clamped, 1.25f, 1.0f};
 const Activation kGptOss{ActivationKind::gpt_oss, 1.5f, 1.702f};
 
@@ -426,212 +258,7 @@ TEST(ExpertBackwardGemm, dx_matches_fp64_reference) {
   }
 }
 
-// ---- wgrad ----
-
-// out [E, m, n] += left^T right over each expert's real rows; one thread per element.
-__global__ void wgrad_reference_kernel(const Bf16* left, const Bf16* right, const int64_t* begin,
-                                       const int32_t* counts, int num_experts, int m, int n,
-                                       double* out) {
-  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
-  if (i >= int64_t{num_experts} * m * n) return;
-  const int e = static_cast<int>(i / (int64_t{m} * n));
-  const int row = static_cast<int>(i / n % m), column = static_cast<int>(i % n);
-  double sum = 0;
-  for (int64_t r = begin[e]; r < begin[e] + counts[e]; ++r) {
-    sum += double{__bfloat162float(left[r * m + row])} * __bfloat162float(right[r * n + column]);
-  }
-  out[i] += sum;
-}
-
-struct WgradCase {
-  const char* name;
-  std::vector<int32_t> expert_rows;
-  int32_t m, n;
-};
-
-struct WgradProblem {
-  WgradCase spec;
-  Rows rows;
-  BackwardRows described;
-  RowsOfBf16 left, right;
-  DeviceBuffer<int64_t> begin;
-
-  WgradProblem(const WgradCase& c, uint64_t seed)
-      : spec(c),
-        rows(c.expert_rows),
-        described(rows.describe(64, 64)),
-        left(rows, c.m, seed + 1, 1.0f),
-        right(rows, c.n, seed + 2, 1.0f),
-        begin(rows.begin) {}
-
-  int64_t size() const { return int64_t{rows.num_experts()} * spec.m * spec.n; }
-  expert::WgradArguments arguments(WgradOutput output, void* out) const {
-    return {left.data(), right.data(), out, output, spec.m, spec.n};
-  }
-  void run(WgradOutput output, void* out, const GroupedGemmOptions& options,
-           const GroupedGemmWorkspace& workspace) const {
-    const expert::WgradArguments x = arguments(output, out);
-    launch_wgrads(described, {&x, 1}, options, workspace, nullptr);
-  }
-  void add_reference(const DeviceBuffer<double>& out) const {
-    wgrad_reference_kernel<<<static_cast<unsigned>((size() + 255) / 256), 256>>>(
-        left.get(), right.get(), begin.get(), rows.device_counts.get(), rows.num_experts(), spec.m,
-        spec.n, out.get());
-  }
-  std::vector<uint8_t> all_rows() const {
-    return std::vector<uint8_t>(static_cast<size_t>(rows.num_experts()) * spec.m, 1);
-  }
-};
-
-std::vector<WgradCase> wgrad_cases(uint64_t seed) {
-  return {
-      {"wgrad 2880 x 576", kEdges, 2880, 576},
-      {"wgrad 1408 x 704", kEdges, 1408, 704},
-      {"wgrad 768 x 2048", kSparse, 768, 2048},
-      {"wgrad 320 x 2880", kEven, 320, 2880},
-      {"wgrad 64 x 64", kEdges, 64, 64},
-      {"wgrad 192 x 320, long", {1000, 3000, 0, 513}, 192, 320},
-      {"wgrad, 100 experts", random_counts(100, 300, seed), 128, 192},
-      {"wgrad, 1024 experts", random_counts(1024, 3, seed), 64, 64},
-      {"wgrad, no rows at all", {0, 0, 0}, 128, 256},
-  };
-}
-
-TEST(ExpertBackwardGemm, wgrad_matches_fp64_reference) {
-  MOXIE_NEEDS_GPU();
-  const uint64_t seed = new_seed();
-  GroupedGemmWorkspace workspace;
-  for (const WgradCase& c : wgrad_cases(seed)) {
-    SCOPED_TRACE(c.name);
-    const WgradProblem problem(c, seed);
-    DeviceBuffer<double> reference(problem.size());
-    cudaMemset(reference.get(), 0, reference.bytes());
-    problem.add_reference(reference);
-    const std::vector<double> wanted = reference.to_host();
-    for (const int32_t cluster_size : {1, 2}) {
-      DeviceBuffer<Bf16> out(problem.size());
-      problem.run(WgradOutput::bf16, out.get(), options_of(cluster_size), workspace);
-      expect_no_expired_wait(workspace);
-      judge(c.name, out.to_host(), wanted, c.n, problem.all_rows());
-      if (HasFatalFailure()) return;
-      DeviceBuffer<float> out_f32(problem.size());
-      problem.run(WgradOutput::f32, out_f32.get(), options_of(cluster_size), workspace);
-      expect_no_expired_wait(workspace);
-      judge("  in FP32", out_f32.to_host(), wanted, c.n, problem.all_rows(), 1e-2);
-      if (HasFatalFailure()) return;
-    }
-  }
-}
-
-TEST(ExpertBackwardGemm, wgrad_adds_four_microbatches) {
-  MOXIE_NEEDS_GPU();
-  const uint64_t seed = new_seed();
-  GroupedGemmWorkspace workspace;
-  const std::vector<std::vector<int32_t>> microbatches = {
-      {0, 1, 127, 0, 129}, {0, 130, 0, 0, 700}, {0, 64, 128, 0, 1}, {0, 0, 333, 0, 90}};
-  const int32_t m = 1408, n = 576;
-  std::mt19937 random(seed);
-  std::uniform_real_distribution<float> uniform(-30, 30);
-  std::vector<float> before(5 * m * n);
-  for (float& x : before) x = uniform(random);
-  before[17] = -0.0f;  // expert 0 has no rows: not even its sign may change
-  DeviceBuffer<double> reference(std::vector<double>(before.begin(), before.end()));
-  DeviceBuffer<float> one(before), two(before);
-  for (size_t i = 0; i < microbatches.size(); ++i) {
-    const WgradProblem problem({"add", microbatches[i], m, n}, seed + i);
-    problem.add_reference(reference);
-    problem.run(WgradOutput::add_f32, one.get(), options_of(2), workspace);
-    problem.run(WgradOutput::add_f32, two.get(), options_of(1), workspace);
-    expect_no_expired_wait(workspace);
-  }
-  const std::vector<float> got = one.to_host();
-  judge("wgrad added four times", got, reference.to_host(), n, std::vector<uint8_t>(5 * m, 1),
-        1e-2);
-  EXPECT_EQ(0, std::memcmp(got.data(), two.to_host().data(), one.bytes()));
-  const size_t expert_size = static_cast<size_t>(m) * n;
-  for (const size_t e : {0, 3}) {
-    EXPECT_EQ(0, std::memcmp(&got[e * expert_size], &before[e * expert_size], expert_size * 4));
-  }
-}
-
-TEST(ExpertBackwardGemm, three_wgrads_in_one_launch_are_those_of_three) {
-  MOXIE_NEEDS_GPU();
-  const uint64_t seed = new_seed();
-  GroupedGemmWorkspace workspace;
-  const std::vector<int32_t> counts = {0, 1, 127, 500, 129, 64};
-  const WgradProblem gate({"gate", counts, 704, 2880}, seed),
-      up({"up", counts, 704, 2880}, seed + 10), down({"down", counts, 2880, 704}, seed + 20);
-  for (const WgradOutput output : {WgradOutput::bf16, WgradOutput::f32, WgradOutput::add_f32}) {
-    for (const int32_t cluster_size : {1, 2}) {
-      std::vector<std::unique_ptr<DeviceBuffer<float>>> alone, together;
-      std::vector<expert::WgradArguments> all;
-      for (const WgradProblem* p : {&gate, &up, &down}) {
-        for (auto* buffers : {&alone, &together}) {
-          buffers->push_back(std::make_unique<DeviceBuffer<float>>(p->size()));
-          cudaMemset(buffers->back()->get(), 0x11, buffers->back()->bytes());
-        }
-        p->run(output, alone.back()->get(), options_of(cluster_size), workspace);
-        all.push_back(p->arguments(output, together.back()->get()));
-      }
-      launch_wgrads(gate.described, all, options_of(cluster_size), workspace, nullptr);
-      expect_no_expired_wait(workspace);
-      for (size_t i = 0; i < all.size(); ++i) {
-        const std::vector<float> wanted = alone[i]->to_host(), got = together[i]->to_host();
-        ASSERT_EQ(0, std::memcmp(got.data(), wanted.data(), alone[i]->bytes())) << "gradient " << i;
-      }
-    }
-  }
-}
-
-// ---- bias gradients ----
-
-TEST(ExpertBackwardGemm, bias_grads_match_fp64_sums) {
-  MOXIE_NEEDS_GPU();
-  const uint64_t seed = new_seed();
-  const int32_t columns = 320;
-  const Rows rows(kEdges);
-  const RowsOfBf16 m(rows, columns, seed, 1.0f);
-  std::mt19937 random(seed);
-  std::uniform_real_distribution<float> uniform(-1, 1);
-  std::vector<float> weights(rows.size()), before(kEdges.size() * columns);
-  for (int64_t i = 0; i < rows.size(); ++i)
-    weights[i] = rows.expert_of_row[i] < 0 ? NAN : uniform(random);
-  for (float& x : before) x = uniform(random);
-  const DeviceBuffer<float> row_weight(weights), added(before), plain(before.size());
-  launch_bias_grad(rows.describe(64, 64), {m.data(), nullptr, plain.get(), columns, false},
-                   nullptr);
-  launch_bias_grad(rows.describe(64, 64), {m.data(), row_weight.get(), added.get(), columns, true},
-                   nullptr);
-  MOXIE_CUDA(cudaDeviceSynchronize());
-  const std::vector<Bf16> values = m.to_host();
-  std::vector<double> sums(before.size(), 0.0), weighted(before.begin(), before.end());
-  for (int64_t row = 0; row < rows.size(); ++row) {
-    if (rows.expert_of_row[row] < 0) continue;
-    for (int32_t c = 0; c < columns; ++c) {
-      const double value = as_float(values[row * columns + c]);
-      sums[rows.expert_of_row[row] * columns + c] += value;
-      weighted[rows.expert_of_row[row] * columns + c] += weights[row] * value;
-    }
-  }
-  const std::vector<uint8_t> real(kEdges.size(), 1);
-  judge("bias gradient", plain.to_host(), sums, columns, real, 1e-3);
-  judge("bias gradient, weighted and added", added.to_host(), weighted, columns, real, 1e-3);
-}
-
 // ---- bitwise ----
-
-template <class T>
-void expect_same_bits(const DeviceBuffer<T>& x, const std::vector<T>& wanted, const char* what) {
-  const std::vector<T> got = x.to_host();
-  EXPECT_EQ(0, std::memcmp(got.data(), wanted.data(), wanted.size() * sizeof(T))) << what;
-}
-
-GroupedGemmOptions varied(int repeat) {
-  GroupedGemmOptions options = options_of(1 + repeat % 2);
-  options.band_blocks = 2 << (repeat / 2 % 5);
-  options.reserve_sms = repeat % 3 == 2 ? 101 : 0;
-  return options;
-}
 
 TEST(ExpertBackwardGemm, bitwise_equal_over_repeats_clusters_bands_and_grid_sizes) {
   MOXIE_NEEDS_GPU();
@@ -640,18 +267,11 @@ TEST(ExpertBackwardGemm, bitwise_equal_over_repeats_clusters_bands_and_grid_size
   GroupedGemmWorkspace workspace;
   DgradProblem dgrad({"dgrad", counts, 512, 1408, {}, false}, seed);
   DxProblem dx({"dx", counts, 1408, 320}, seed);
-  WgradProblem wgrad({"wgrad", counts, 704, 832}, seed);
-  DeviceBuffer<Bf16> dw(wgrad.size());
-  DeviceBuffer<float> dw_f32(wgrad.size());
-  std::vector<Bf16> dgate, dup, wa, dx_bits, dw_bits;
-  std::vector<float> d_weight, dw_f32_bits;
+  std::vector<Bf16> dgate, dup, wa, dx_bits;
+  std::vector<float> d_weight;
   for (int repeat = 0; repeat < 24; ++repeat) {
     dgrad.run(varied(repeat), workspace);
     dx.run(varied(repeat), workspace);
-    dw.poison();
-    dw_f32.poison();
-    wgrad.run(WgradOutput::bf16, dw.get(), varied(repeat), workspace);
-    wgrad.run(WgradOutput::f32, dw_f32.get(), varied(repeat), workspace);
     expect_no_expired_wait(workspace);
     if (HasFatalFailure()) return;
     if (repeat == 0) {
@@ -660,8 +280,6 @@ TEST(ExpertBackwardGemm, bitwise_equal_over_repeats_clusters_bands_and_grid_size
       wa = dgrad.wa.to_host();
       d_weight = dgrad.d_weight.to_host();
       dx_bits = dx.dx.to_host();
-      dw_bits = dw.to_host();
-      dw_f32_bits = dw_f32.to_host();
       continue;
     }
     expect_same_bits(dgrad.dgate, dgate, "dgate");
@@ -669,22 +287,9 @@ TEST(ExpertBackwardGemm, bitwise_equal_over_repeats_clusters_bands_and_grid_size
     expect_same_bits(dgrad.wa, wa, "wA");
     expect_same_bits(dgrad.d_weight, d_weight, "weight gradient");
     expect_same_bits(dx.dx, dx_bits, "dX");
-    expect_same_bits(dw, dw_bits, "dW");
-    expect_same_bits(dw_f32, dw_f32_bits, "dW in FP32");
     if (HasFailure()) return;
   }
 }
-
-// Every tile's load is held back by a different, random time.
-struct RandomDelay {
-  uint32_t seed;
-  __device__ bool wait(const expert::Tile& tile, const device::WaitLimits&) const {
-    uint32_t h = (tile.row_begin * 31u + tile.n_tile) * 2654435761u + seed;
-    h ^= h >> 15;
-    __nanosleep(h % 20000);
-    return true;
-  }
-};
 
 // Every warp keeps every epilogue stage back for a different, random time.
 struct DelayedDgrad : expert::DgradEpilogue<false> {
@@ -745,17 +350,8 @@ TEST(ExpertBackwardGemm, dgrad_bitwise_equal_under_random_delays) {
 TEST(ExpertBackwardGemm, refuses_what_it_cannot_run) {
   MOXIE_NEEDS_GPU();
   GroupedGemmWorkspace workspace;
-  WgradProblem problem({"small", {5}, 64, 64}, 1);
-  DeviceBuffer<Bf16> out(problem.size());
-  expert::WgradArguments x = problem.arguments(WgradOutput::bf16, out.get());
-  x.m = 72;
-  EXPECT_THROW(launch_wgrads(problem.described, {&x, 1}, {}, workspace, nullptr), Error);
-  BackwardRows rows = problem.described;
-  rows.hidden = 100;
-  EXPECT_THROW(launch_dx(rows, {}, {}, workspace, nullptr), Error);
-  GroupedGemmOptions options;
-  options.cluster_size = 3;
-  EXPECT_THROW(problem.run(WgradOutput::bf16, out.get(), options, workspace), Error);
+  const Rows rows({5});
+  EXPECT_THROW(launch_dx(rows.describe(100, 64), {}, {}, workspace, nullptr), Error);
 }
 
 }  // namespace

@@ -3,24 +3,15 @@
 //
 // The reference shares no code with the kernel: its own row offsets, its own sums, exp instead of
 // tanh.
-#include <cuda_bf16.h>
-
 #include <chrono>
-#include <cmath>
-#include <random>
-#include <string>
 
-#include "gpu_test.h"
-#include "moxie/expert/grouped_gemm_launch_cuda.cuh"
+#include "tests/gpu/gemm_case.h"
 
 namespace moxie {
 namespace {
 
 using expert::GroupedGemmArguments;
-using expert::GroupedGemmOptions;
-using expert::GroupedGemmWorkspace;
 using expert::GroupedProduct;
-using testing::DeviceBuffer;
 
 struct Case {
   const char* name;
@@ -31,31 +22,16 @@ struct Case {
 
 // ---- inputs and reference ----
 
-__global__ void fill_kernel(__nv_bfloat16* out, int64_t count, uint64_t seed, float scale) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    uint64_t h = (static_cast<uint64_t>(i) + seed) * 0x9E3779B97F4A7C15ull;
-    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9ull;
-    h = (h ^ (h >> 27)) * 0x94D049BB133111EBull;
-    h ^= h >> 31;
-    float sum = -2.0f;  // four uniforms: close to normal
-    for (int part = 0; part < 4; ++part)
-      sum += static_cast<float>(h >> (16 * part) & 0xFFFF) / 65536.0f;
-    out[i] = __float2bfloat16(sum * 1.7320508f * scale);
-  }
-}
-
 // One thread per element of C; expert_of_row is -1 in padding.
-__global__ void reference_kernel(const __nv_bfloat16* a, const __nv_bfloat16* b,
-                                 const __nv_bfloat16* b_up, const float* row_weight,
-                                 const int32_t* expert_of_row, int64_t rows, int n, int k,
-                                 double* out) {
+__global__ void reference_kernel(const Bf16* a, const Bf16* b, const Bf16* b_up,
+                                 const float* row_weight, const int32_t* expert_of_row,
+                                 int64_t rows, int n, int k, double* out) {
   const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (i >= rows * n) return;
   const int64_t row = i / n, column = i % n;
   const int e = expert_of_row[row];
   if (e < 0) return;
-  const auto dot = [&](const __nv_bfloat16* matrices) {
+  const auto dot = [&](const Bf16* matrices) {
     double sum = 0;
     for (int j = 0; j < k; ++j) {
       sum += double{__bfloat162float(a[row * k + j])} *
@@ -142,40 +118,10 @@ struct Problem {
   }
 };
 
-// Contract of the numerics: whole result and every row within 5e-3 and 1e-2 relative L2, every
-// element within 2e-2 * (rms of the row) + 2e-2 * |ref|; padding rows as poisoned.
 void check_against_reference(const Problem& problem) {
-  const std::vector<double> wanted = problem.reference();
-  const std::vector<__nv_bfloat16> got = problem.out.to_host();
-  const int64_t n = problem.spec.n;
-  double error = 0, norm = 0;
-  for (int64_t row = 0; row < problem.rows; ++row) {
-    const bool is_real = problem.expert_of_row[row] >= 0;
-    double row_error = 0, row_norm = 0;
-    for (int64_t i = row * n; i < (row + 1) * n; ++i) {
-      if (!is_real) {
-        ASSERT_EQ(0xFFFF, __bfloat16_as_ushort(got[i])) << "padding row " << row << " was written";
-        continue;
-      }
-      const double d = __bfloat162float(got[i]) - wanted[i];
-      ASSERT_FALSE(std::isnan(d)) << "row " << row << " column " << i % n;
-      row_error += d * d;
-      row_norm += wanted[i] * wanted[i];
-    }
-    if (!is_real) continue;
-    ASSERT_LE(std::sqrt(row_error / row_norm), 1e-2) << "row " << row;
-    const double rms = std::sqrt(row_norm / n);
-    for (int64_t i = row * n; i < (row + 1) * n; ++i) {
-      ASSERT_LE(std::abs(__bfloat162float(got[i]) - wanted[i]),
-                2e-2 * rms + 2e-2 * std::abs(wanted[i]))
-          << "row " << row << " column " << i % n;
-    }
-    error += row_error;
-    norm += row_norm;
-  }
-  const double relative = norm > 0 ? std::sqrt(error / norm) : 0;
-  std::printf("  %-34s relative L2 %.2e\n", problem.spec.name, relative);
-  EXPECT_LE(relative, 5e-3);
+  std::vector<uint8_t> real;
+  for (const int32_t e : problem.expert_of_row) real.push_back(e >= 0);
+  judge(problem.spec.name, problem.out.to_host(), problem.reference(), problem.spec.n, real);
 }
 
 __global__ void count_differences_kernel(const uint16_t* x, const uint16_t* y, int64_t count,
@@ -187,23 +133,6 @@ __global__ void count_differences_kernel(const uint16_t* x, const uint16_t* y, i
   }
   if (mine > 0) atomicAdd(differences, mine);
 }
-
-uint64_t new_seed() {
-  const uint64_t seed = std::random_device{}();
-  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
-  return seed;
-}
-
-std::vector<int32_t> random_counts(size_t num_experts, int32_t most, uint64_t seed) {
-  std::mt19937 random(seed);
-  std::vector<int32_t> counts(num_experts);
-  for (auto& count : counts) count = static_cast<int32_t>(random() % (most + 1));
-  return counts;
-}
-
-const std::vector<int32_t> kEdges = {0, 1, 127, 128, 129};
-const std::vector<int32_t> kSparse = {0, 3, 0, 128, 1, 0, 0, 200};
-const std::vector<int32_t> kEven = {256, 64, 384, 65};
 
 std::vector<Case> all_cases() {
   constexpr auto plain = GroupedProduct::plain, swiglu = GroupedProduct::swiglu;
@@ -239,13 +168,8 @@ TEST(ExpertGroupedGemm, matches_fp64_reference) {
     SCOPED_TRACE(c.name);
     for (const int32_t cluster_size : {1, 2}) {
       Problem problem(c, seed);
-      GroupedGemmOptions options;
-      options.cluster_size = cluster_size;
-      options.limit_ns = 2'000'000'000;
-      launch_grouped_gemm(problem.arguments(), options, workspace, nullptr);
-      MOXIE_CUDA(cudaDeviceSynchronize());
-      ASSERT_EQ(0u, workspace.record()->written)
-          << "a wait expired: site " << workspace.record()->what;
+      launch_grouped_gemm(problem.arguments(), options_of(cluster_size), workspace, nullptr);
+      expect_no_expired_wait(workspace);
       check_against_reference(problem);
       if (HasFatalFailure()) return;
     }
@@ -267,12 +191,7 @@ TEST(ExpertGroupedGemm, bitwise_equal_over_repeats_clusters_bands_and_grid_sizes
     cudaMemset(differences.get(), 0, sizeof(unsigned long long));
     for (int repeat = 0; repeat < 200; ++repeat) {
       problem.out.poison();
-      GroupedGemmOptions options;
-      options.cluster_size = 1 + repeat % 2;
-      options.band_blocks = 2 << (repeat / 2 % 5);
-      options.reserve_sms = repeat % 3 == 2 ? 101 : 0;
-      options.limit_ns = 2'000'000'000;
-      launch_grouped_gemm(problem.arguments(), options, workspace, nullptr);
+      launch_grouped_gemm(problem.arguments(), varied(repeat), workspace, nullptr);
       if (repeat == 0) {
         cudaMemcpy(first.get(), problem.out.get(), first.bytes(), cudaMemcpyDeviceToDevice);
       } else {
@@ -281,23 +200,10 @@ TEST(ExpertGroupedGemm, bitwise_equal_over_repeats_clusters_bands_and_grid_sizes
                                                first.size(), differences.get());
       }
     }
-    MOXIE_CUDA(cudaDeviceSynchronize());
-    ASSERT_EQ(0u, workspace.record()->written)
-        << "a wait expired: site " << workspace.record()->what;
+    expect_no_expired_wait(workspace);
     EXPECT_EQ(0u, differences.to_host()[0]);
   }
 }
-
-// Every tile's load is held back by a different, random time.
-struct RandomDelay {
-  uint32_t seed;
-  __device__ bool wait(const expert::Tile& tile, const device::WaitLimits&) const {
-    uint32_t h = (tile.row_begin * 31u + tile.n_tile) * 2654435761u + seed;
-    h ^= h >> 15;
-    __nanosleep(h % 20000);
-    return true;
-  }
-};
 
 // Every warp keeps every stage back for a different, random time: store() runs before the next
 // release.
@@ -363,8 +269,7 @@ TEST(ExpertGroupedGemm, bitwise_equal_under_random_delays) {
                                            reinterpret_cast<uint16_t*>(problem.out.get()),
                                            first.size(), differences.get());
   }
-  MOXIE_CUDA(cudaDeviceSynchronize());
-  ASSERT_EQ(0u, workspace.record()->written) << "a wait expired: site " << workspace.record()->what;
+  expect_no_expired_wait(workspace);
   EXPECT_EQ(0u, differences.to_host()[0]);
 }
 
