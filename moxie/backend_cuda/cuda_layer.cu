@@ -115,6 +115,8 @@ void CudaLayer::fill_common() {
   }
   common_.proven_blocks = pipeline::worst_case_blocks(problem_);
   common_.saved_blocks = pipeline::saved_blocks(plan_);
+  common_.num_slabs = plan_.num_slabs;
+  common_.pulls_once = pulls_once(problem_, plan_);
   common_.abort_flag = backend_.abort_flag();
   common_.expired = backend_.expired();
   common_.reports = backend_.report(0);
@@ -122,7 +124,7 @@ void CudaLayer::fill_common() {
 
 // What depends on addresses of this layer's own memory: the A operands and the outputs.
 void CudaLayer::describe_rank(std::int64_t rank) {
-  RankParams& r = ranks_[static_cast<std::size_t>(rank)];
+  ForwardRank& r = ranks_[static_cast<std::size_t>(rank)];
   r.me = RankId{rank};
   r.workspace = workspaces_[static_cast<std::size_t>(rank)].get();
   const auto at = [&](const pipeline::Region& region) {
@@ -155,7 +157,7 @@ void CudaLayer::describe_weights(std::int64_t rank, const Weights& w, const Cons
   const bool same_x = problem_.shared.intermediate == 0 ||
                       (known_x.data == x.data && known_x.shape.dim[0] == x.shape.dim[0]);
   if (same_x && same_pointers(known, w)) return;
-  RankParams& r = ranks_[static_cast<std::size_t>(rank)];
+  ForwardRank& r = ranks_[static_cast<std::size_t>(rank)];
   const auto at = [&](const pipeline::Region& region) {
     return reinterpret_cast<const bf16*>(r.workspace + region.offset);
   };
@@ -214,12 +216,12 @@ void CudaLayer::bind_rank(std::int64_t rank, const ForwardInput& input,
     require_aligned(what, rank, view.data);
   }
   describe_weights(rank, input.weights, input.x);
-  RankParams& r = ranks_[static_cast<std::size_t>(rank)];
+  ForwardRank& r = ranks_[static_cast<std::size_t>(rank)];
   r.x = input.x.as<bf16>();
   r.expert_ids = input.expert_ids.data;
   r.id_dtype = input.expert_ids.dtype;
   r.route_weights = input.route_weights.as<float>();
-  r.y = output.y.as<bf16>();
+  r.merged = output.y.as<bf16>();
   r.num_tokens = input.x.shape.dim[0];
   r.gate_bias = input.weights.gate_bias.as<bf16>();
   r.up_bias = input.weights.up_bias.as<bf16>();
@@ -228,7 +230,7 @@ void CudaLayer::bind_rank(std::int64_t rank, const ForwardInput& input,
 }
 
 void CudaLayer::bind_context(std::int64_t rank, const CudaContext* context) {
-  RankParams& r = ranks_[static_cast<std::size_t>(rank)];
+  ForwardRank& r = ranks_[static_cast<std::size_t>(rank)];
   r.z = {};
   r.shared_z = {};
   r.keep_ids = nullptr;
@@ -316,7 +318,7 @@ std::byte* CudaLayer::input_buffer(std::int64_t rank) const {
   return backend_.heap(rank) + common_.heap.x_in.offset;
 }
 
-ForwardKernel CudaLayer::kernel_of(const DeviceGroup& group) const {
+FusedKernel CudaLayer::kernel_of(const DeviceGroup& group) const {
   const bool general = problem_.expert_bias || problem_.activation.kind != ActivationKind::swiglu;
   return forward_kernel(general, group.ranks.size() > 1, cluster_size_);
 }
@@ -326,7 +328,7 @@ struct LaunchConfig {
   cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
 
-  LaunchConfig(const ForwardKernel& kernel, std::int32_t num_ctas, std::int32_t cluster_size,
+  LaunchConfig(const FusedKernel& kernel, std::int32_t num_ctas, std::int32_t cluster_size,
                cudaStream_t stream) {
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim.x = static_cast<unsigned>(cluster_size);
@@ -348,7 +350,7 @@ struct LaunchConfig {
 // rank of the GPU.
 void CudaLayer::prepare_kernel(const DeviceGroup& group) {
   const DeviceGuard guard(group.device);
-  const ForwardKernel kernel = kernel_of(group);
+  const FusedKernel kernel = kernel_of(group);
   check_cuda(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   static_cast<int>(kernel.shared_bytes)),
              "sizing the kernel's shared memory");
@@ -385,7 +387,7 @@ void CudaLayer::launch(const DeviceGroup& group, std::uint32_t phases, cudaStrea
   for (std::size_t i = 0; i < group.ranks.size(); ++i) {
     params.ranks[i] = ranks_[static_cast<std::size_t>(group.ranks[i])];
   }
-  const ForwardKernel kernel = kernel_of(group);
+  const FusedKernel kernel = kernel_of(group);
   const std::int32_t num_ctas =
       params.common.ctas_per_rank * static_cast<std::int32_t>(group.ranks.size());
   const LaunchConfig launch(kernel, num_ctas, cluster_size_, stream);

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "moxie/backend_cuda/cuda_backend.h"
+#include "moxie/backend_cuda/forward_params.h"
 #include "moxie/backend_cuda/trace_buffers.h"
 
 namespace moxie::backend_cuda {
@@ -41,7 +42,7 @@ class CudaLayer final : public BackendLayer {
   void describe_weights(std::int64_t rank, const Weights& weights, const ConstTensorView& x);
   void bind_rank(std::int64_t rank, const ForwardInput& input, const ForwardOutput& output);
   void bind_context(std::int64_t rank, const CudaContext* context);
-  ForwardKernel kernel_of(const DeviceGroup& group) const;
+  FusedKernel kernel_of(const DeviceGroup& group) const;
   void prepare_kernel(const DeviceGroup& group);
   void launch(const DeviceGroup& group, std::uint32_t phases, cudaStream_t stream);
   std::int32_t ctas_of(const DeviceGroup& group) const {
@@ -55,8 +56,8 @@ class CudaLayer final : public BackendLayer {
   Plan plan_;
   std::vector<DeviceBytes> workspaces_;  // [R]
   ForwardCommon common_{};
-  std::vector<RankParams> ranks_;  // [R]; tensor maps are made again only when a pointer changes
-  std::vector<Weights> weights_;   // [R] the pointers in them
+  std::vector<ForwardRank> ranks_;  // [R]; tensor maps are made again only when a pointer changes
+  std::vector<Weights> weights_;    // [R] the pointers in them
   std::vector<ConstTensorView> inputs_;  // [R] and x's, which the shared expert reads
   std::int32_t cluster_size_ = 1;
   std::vector<std::int32_t> ctas_per_rank_;  // [groups]

@@ -37,8 +37,9 @@ struct ForwardEpilogue {
   // would need 216 registers for the GEMM alone.
   static constexpr int kNumDeferred = 2;
   static constexpr bool kPublishes = true;
+  static constexpr bool kResumes = false;
   const ForwardCommon& common;
-  const RankParams& rank;
+  const ForwardRank& rank;
   ForwardState& state;
 
   struct Prepared {
