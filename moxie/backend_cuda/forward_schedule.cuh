@@ -51,7 +51,9 @@ struct ForwardTables {
   __device__ __forceinline__ int32_t before_blocks(int32_t* scratch) const {
     return build_push(common, rank, scratch);
   }
-  __device__ __forceinline__ void blocks_known(const pipeline::BlockTable&, int32_t*) const {}
+  __device__ __forceinline__ int32_t blocks_known(const pipeline::BlockTable&, int32_t*) const {
+    return 0;
+  }
 };
 
 // Which tickets this launch takes: all, or in split mode those of its phase.
@@ -98,6 +100,7 @@ __device__ __forceinline__ void fill_state(const ForwardCommon& common, const Fo
   choose_tickets(common, state);
   state.pull = {common.heaps,
                 &common.heap,
+                common.heap.x_in.offset,
                 &state.table,
                 at<pipeline::RowOrigin>(rank, common.workspace.origins),
                 at<bf16>(rank, common.workspace.x_ring),

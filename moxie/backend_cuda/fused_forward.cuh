@@ -41,12 +41,7 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
     return;  // fault injection: peers must find out by themselves
   come_late(common.faults, rank.me);
 
-  if (threadIdx.x == 0) {
-    for (uint64_t& stored : state.tile_stored)
-      ptx::mbarrier_init(&stored, expert::kNumConsumerWarps);
-    for (uint64_t& read : state.partner_read) ptx::mbarrier_init(&read, 1);
-    ptx::mbarrier_init(&state.dispatched, kMaxDispatchWarps * kClusterSize);
-  }
+  initialise_pass_barriers<kClusterSize>(state);
   expert::initialise_barriers<kClusterSize>(shared);  // and hands all of them to the cluster
   if (threadIdx.x == 0) {
     open_pass(common, rank, cta, state);

@@ -44,8 +44,10 @@ struct CudaWorkspaceLayout {
   std::int64_t num_bytes = 0;
 };
 struct ScheduleResult {
-  std::int32_t num_blocks, push_blocks;  // PushTable::num_blocks
-  std::uint32_t verdict;                 // pipeline::Verdict
+  std::int32_t num_blocks;
+  std::int32_t push_blocks;  // forward: PushTable::num_blocks
+  std::int32_t num_chunks;   // backward
+  std::uint32_t verdict;     // pipeline::Verdict
 };
 struct PassWords {
   std::uint32_t num_counted;  // CTAs whose route counts are written

@@ -10,6 +10,14 @@ namespace moxie::backend_cuda {
 
 using expert::Tile;
 
+template <int kClusterSize>
+__device__ __forceinline__ void initialise_pass_barriers(PassState& state) {
+  if (threadIdx.x != 0) return;
+  for (uint64_t& stored : state.tile_stored) ptx::mbarrier_init(&stored, expert::kNumConsumerWarps);
+  for (uint64_t& read : state.partner_read) ptx::mbarrier_init(&read, 1);
+  ptx::mbarrier_init(&state.dispatched, kMaxDispatchWarps * kClusterSize);
+}
+
 // `pieces` more of a slab are home: tiles, or combine units. One thread, which has seen their
 // stores. System scope: what is handed on are stores into other GPUs' memory. The last one tells
 // the peers.

@@ -254,7 +254,7 @@ __device__ __forceinline__ void schedule_pass(const PassCommon& common, const Pa
   record_wait(WaitFor::inputs_ready);
 
   pipeline::BlockTable table = empty_table(common, rank);
-  int32_t num_blocks = 0, push_blocks = 0;
+  int32_t num_blocks = 0, push_blocks = 0, num_chunks = 0;
   if (verdict == Verdict::go) {
     push_blocks = tables.before_blocks(scratch);
     num_blocks = schedule::build_blocks(
@@ -268,7 +268,7 @@ __device__ __forceinline__ void schedule_pass(const PassCommon& common, const Pa
       if (threadIdx.x == 0) report_capacity(common, rank, wanted);
     } else {
       table.num_blocks = num_blocks;
-      tables.blocks_known(table, scratch);
+      num_chunks = tables.blocks_known(table, scratch);
     }
     if (wanted == 0 && threadIdx.x == 0) {  // no piece will ever complete a slab: say so now
       for (int64_t s = 0; s < common.num_slabs; ++s) announce_slab(common, rank.me, state.epoch, s);
@@ -280,7 +280,7 @@ __device__ __forceinline__ void schedule_pass(const PassCommon& common, const Pa
     if (!collect(common, rank, state, common.heap.agreement, WaitFor::agreement, verdict)) return;
   }
   if (threadIdx.x == 0) {
-    *at<ScheduleResult>(rank, common.cuda_workspace.result) = {num_blocks, push_blocks,
+    *at<ScheduleResult>(rank, common.cuda_workspace.result) = {num_blocks, push_blocks, num_chunks,
                                                                static_cast<uint32_t>(verdict)};
   }
   __syncthreads();
