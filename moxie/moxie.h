@@ -86,7 +86,7 @@ struct FaultInjection {
   bool keep_schedule = false;  // CUDA, forward, to measure what it saves: nothing is staged, sorted
                                // or agreed on, the tables of the layer's last pass hold. Right only
                                // if every rank's inputs are those of then
-  bool skip_merge = false;  // CUDA, forward, to measure what it costs: y is not written
+  bool skip_merge = false;     // CUDA, forward, to measure what it costs: y is not written
 };
 
 struct WorldOptions {
