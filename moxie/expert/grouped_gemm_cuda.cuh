@@ -237,24 +237,20 @@ __device__ __forceinline__ void multiply_block(float (&acc)[128], const bf16* a,
 }
 
 // Waits for one K block and multiplies this warpgroup's 64 rows of A.
-template <class Operands, class Shared>
+template <Majors kMajors, class Shared>
 __device__ __forceinline__ bool multiply_stage(float (&acc)[128], Shared& shared,
                                                const RingPosition<kNumStages>& stage,
-                                               const Tile& tile, int32_t warpgroup_idx,
-                                               bool is_first, const device::WaitLimits& limits) {
+                                               int32_t warpgroup_idx, bool is_first,
+                                               const device::WaitLimits& limits) {
   // Signalled by the byte counts of the stage's copies: A and B of this K block are in shared
   // memory.
   const bool healthy =
       device::mbarrier_wait(&shared.stage_full[stage.slot_idx()], stage.parity(), limits,
                             {kWaitStageFull, stage.slot_idx(), stage.parity()});
-  const bf16* a = shared.a[stage.slot_idx()] + warpgroup_idx * (64 * BLOCK_K);
-  const bf16* b = shared.b[stage.slot_idx()];
-  // Each side has its fence and its commit: shared ones make the compiler add fences of its own.
-  switch (Operands::majors_of(tile)) {
-    case Majors::k_k: multiply_block<Major::k, Major::k>(acc, a, b, is_first); break;
-    case Majors::k_mn: multiply_block<Major::k, Major::mn>(acc, a, b, is_first); break;
-    case Majors::mn_mn: multiply_block<Major::mn, Major::mn>(acc, a, b, is_first); break;
-  }
+  multiply_block<kMajors == Majors::mn_mn ? Major::mn : Major::k,
+                 kMajors == Majors::k_k ? Major::k : Major::mn>(
+      acc, shared.a[stage.slot_idx()] + warpgroup_idx * (64 * BLOCK_K), shared.b[stage.slot_idx()],
+      is_first);
   return healthy;
 }
 
@@ -343,38 +339,49 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
         is_fresh = false;
       }
     }
+    typename Epilogue::Prepared prepared;
+    // All of a tile's products in one branch: with a branch per K block, products would be in
+    // flight where branches meet, and the compiler adds waits.
+    const auto multiply = [&]<Majors kMajors>() __attribute__((always_inline)) {
 #pragma unroll
-    for (int piece = 0; piece < kNumDeferred; ++piece) {  // K blocks beside which a piece is stored
-      healthy &= multiply_stage<Operands>(acc, shared, stage, tile, warpgroup_idx,
-                                          is_fresh && piece == 0, params.limits);
-      if (kHasEpilogueStages && piece == 0 && packed_tile.num_rows > 0 &&
-          Operands::has_epilogue_stages(packed_tile)) {
-        release_stored_stage<kClusterSize, 0>(shared, stage.previous_slot_idx(), lane_idx,
-                                              stage_empty);
+      for (int piece = 0; piece < kNumDeferred;
+           ++piece) {  // K blocks beside which a piece is stored
+        healthy &= multiply_stage<kMajors>(acc, shared, stage, warpgroup_idx,
+                                           is_fresh && piece == 0, params.limits);
+        if (kHasEpilogueStages && piece == 0 && packed_tile.num_rows > 0 &&
+            Operands::has_epilogue_stages(packed_tile)) {
+          release_stored_stage<kClusterSize, 0>(shared, stage.previous_slot_idx(), lane_idx,
+                                                stage_empty);
+        }
+        if (piece > 0) {
+          device::wgmma_wait_group<1>();  // the previous K block has been read
+          release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
+        }
+        stage.advance();
+        epilogue.store(packed[piece], piece, packed_tile, warp);
       }
-      if (piece > 0) {
-        device::wgmma_wait_group<1>();  // the previous K block has been read
-        release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
-      }
-      stage.advance();
-      epilogue.store(packed[piece], piece, packed_tile, warp);
-    }
-    if (packed_tile.num_rows > 0) epilogue.publish(packed_tile, slot.count - 1, warp);
-    // Only now, after a wait for the tile's first K block: what prepare() reads was ready before A.
-    const auto prepared = epilogue.prepare(tile, warp);
+      if (packed_tile.num_rows > 0) epilogue.publish(packed_tile, slot.count - 1, warp);
+      // Only now, after a wait for the tile's first K block: what prepare() reads was ready before
+      // A.
+      prepared = epilogue.prepare(tile, warp);
 #pragma unroll 1
-    for (int32_t k_block = kNumDeferred; k_block < num_k_blocks; ++k_block) {
-      healthy &=
-          multiply_stage<Operands>(acc, shared, stage, tile, warpgroup_idx, false, params.limits);
-      device::wgmma_wait_group<1>();
-      release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
-      stage.advance();
+      for (int32_t k_block = kNumDeferred; k_block < num_k_blocks; ++k_block) {
+        healthy &= multiply_stage<kMajors>(acc, shared, stage, warpgroup_idx, false, params.limits);
+        device::wgmma_wait_group<1>();
+        release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
+        stage.advance();
+      }
+      packed_tile = tile;
+      if (!healthy) packed_tile.num_rows = 0;  // what was waited for in vain is not stored
+      slot.advance();
+      has_tile = healthy && read_tile<kClusterSize, kTells>(shared, slot, params.limits, tile);
+      device::wgmma_wait_group<0>();
+    };
+    switch (Operands::majors_of(tile)) {
+      case Majors::k_k: multiply.template operator()<Majors::k_k>(); break;
+      case Majors::k_mn: multiply.template operator()<Majors::k_mn>(); break;
+      case Majors::mn_mn: multiply.template operator()<Majors::mn_mn>(); break;
     }
-    packed_tile = tile;
-    if (!healthy) packed_tile.num_rows = 0;  // what was waited for in vain is not stored
-    slot.advance();
-    has_tile = healthy && read_tile<kClusterSize, kTells>(shared, slot, params.limits, tile);
-    device::wgmma_wait_group<0>();
     release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
     bool converted = false;
     if constexpr (kHasEpilogueStages) {

@@ -170,7 +170,7 @@ struct BackwardStream {
   ChunkTable chunks;
   std::int64_t shared_dgrad_tiles = 0, dgrad_tiles = 0, dx_tiles = 0;
   WgradTiles shared_wgrad, wgrad;
-  std::int64_t lag = 1;
+  std::int64_t lag = 1, band = 1;
   // FC1 tiles per block that remake z (0: dgrad does it by itself), and the blocks that need none:
   // shared ones, or routed ones up to here.
   std::int64_t shared_fc1_tiles = 0, fc1_tiles = 0;
@@ -222,20 +222,23 @@ struct BackwardStream {
   // Ticket i of a step.
   MOXIE_HD constexpr Task task(std::int64_t step, std::int64_t i) const {
     if (step < chunks.num_chunks) {
-      if (i < fc1_tickets(step)) return row_task(TaskKind::fc1, step, remade_blocks(step), i);
+      if (i < fc1_tickets(step))
+        return row_task(TaskKind::fc1, step, remade_blocks(step), fc1_tiles_of(step), i);
       i -= fc1_tickets(step);
-      if (i < dgrad_tickets(step)) return row_task(TaskKind::dgrad, step, chunks.blocks(step), i);
+      if (i < dgrad_tickets(step))
+        return row_task(TaskKind::dgrad, step, chunks.blocks(step), dgrad_tiles_of(step), i);
       i -= dgrad_tickets(step);
     }
     const std::int64_t c = step - lag;
-    if (i < dx_tickets(c)) return row_task(TaskKind::dx, c, chunks.blocks(c), i);
+    if (i < dx_tickets(c)) return row_task(TaskKind::dx, c, chunks.blocks(c), dx_tiles, i);
     return {TaskKind::wgrad, BlockId{}, c, i - dx_tickets(c)};
   }
 
  private:
-  static MOXIE_HD constexpr Task row_task(TaskKind kind, std::int64_t chunk, Range blocks,
-                                          std::int64_t i) {
-    return {kind, BlockId{blocks.begin + i % blocks.size()}, chunk, i / blocks.size()};
+  MOXIE_HD constexpr Task row_task(TaskKind kind, std::int64_t chunk, Range blocks,
+                                   std::int64_t tiles, std::int64_t i) const {
+    const BlockTile at = raster(i, blocks.size(), band, tiles);
+    return {kind, BlockId{blocks.begin + at.block}, chunk, at.tile};
   }
 };
 
@@ -258,6 +261,7 @@ MOXIE_HD constexpr BackwardStream backward_stream(const Problem& p, const Plan& 
   s.shared_wgrad = {p.hidden, p.shared.intermediate};
   s.wgrad = {p.hidden, p.intermediate};
   s.lag = plan.lag_chunks;
+  s.band = plan.band_blocks;
   if (tiling.remakes_z) {
     const bool saves = plan.save != SavePolicy::none;
     s.shared_fc1_tiles = saves ? 0 : num_fc1_tiles(p.shared.intermediate);
