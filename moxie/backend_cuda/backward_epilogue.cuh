@@ -15,6 +15,11 @@ struct BackwardEpilogue {
   static constexpr int kNumDeferred = 2;  // second halves of dX and of BF16 weight gradients
   static constexpr bool kPublishes = true;
   static constexpr bool kResumes = true;
+  // dgrad's 192 KB of results are on the way for longer than two K blocks last.
+  static constexpr int kLatePublishBlock = 10;
+  static __device__ __forceinline__ bool publishes_late(const Tile& tile) {
+    return kind_of(tile) < kDx;
+  }
   using Backward = expert::ActivationBackward<kGeneral>;
   using Sums = typename Backward::Sums;
   const BackwardCommon& common;
@@ -185,12 +190,16 @@ struct BackwardEpilogue {
   // The warp's part of the tile is stored: tells this CTA's ticket warp, which tells the others.
   __device__ __forceinline__ void publish(const Tile& tile, uint32_t tile_idx,
                                           const EpilogueWarp& warp) const {
-    if (kind_of(tile) != kDx && warp.lane_idx == 0) {
-      // This lane's tensor copies have written global memory, and that becomes visible to the
-      // generic proxy. (Weight gradients are read by nobody in this pass, but staging is written
-      // next.)
-      ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
-      ptx::fence_proxy_async(ptx::space_global);
+    if (warp.lane_idx == 0) {
+      if (kind_of(tile) < kDx) {
+        // This lane's tensor copies have written global memory, and that becomes visible to the
+        // generic proxy.
+        ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
+        ptx::fence_proxy_async(ptx::space_global);
+      } else if (kind_of(tile) != kDx) {
+        // Nobody reads weight gradients in this pass, but staging is written next.
+        ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
+      }
     }
     __syncwarp();  // the other lanes' stores, to lane 0, whose arrival releases them
     if (warp.lane_idx == 0)

@@ -3,6 +3,8 @@
 // roles_compute.h.
 #pragma once
 
+#include <type_traits>
+
 #include "moxie/backend_cuda/backward_tile.cuh"
 #include "moxie/expert/backward_gemm_operands_cuda.cuh"
 
@@ -47,10 +49,15 @@ struct BackwardOperands {
   __device__ __forceinline__ BackwardOperand operator[](int32_t) const { return {common, rank}; }
 };
 
-// ---- loading a stage: one lane ----
+// ---- loading: one lane ----
+//
+// What a stage holds differs by kind, and working it out anew for each stage costs this lane more
+// time than the tensor cores leave it. So each kind has a loop of its own, with everything worked
+// out before it.
 
 template <int kRank>
 using At = expert::MapCoordinates<kRank>;
+using StageRing = expert::RingPosition<expert::kNumStages>;
 
 // Where a stage is written.
 struct StagePlace {
@@ -59,176 +66,206 @@ struct StagePlace {
 };
 
 template <int kRank>
-__device__ __forceinline__ void load_box(const CUtensorMap& map, const At<kRank>& from, bf16* to,
+__device__ __forceinline__ void load_box(const CUtensorMap* map, const At<kRank>& from, bf16* to,
                                          uint64_t* full) {
-  ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, &map, from.at, full);
+  ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, map, from.at, full);
 }
 
-// A half of B that is two chunks of 64 x 64, each of `step` further on; to both CTAs of a pair.
-template <bool kToBoth>
-__device__ __forceinline__ void load_chunks(const CUtensorMap& map, At<3> from, At<3> step,
-                                            bf16* to, uint64_t* full) {
-#pragma unroll
-  for (int32_t chunk = 0; chunk < 2; ++chunk) {
-    if constexpr (kToBoth) {
-      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, &map, from.at, full,
-                                uint16_t{3});
-    } else {
-      load_box(map, from, to, full);
-    }
-    to += 64 * 64;
-#pragma unroll
-    for (int i = 0; i < 3; ++i) from.at[i] += step.at[i];
+// Stages k_begin .. k_end - 1 of num_bytes each: load(k, place) issues the copies of one. False:
+// gave up.
+template <class Shared, class Load>
+__device__ __forceinline__ bool load_stages(Shared& shared, int32_t num_stages, uint32_t num_bytes,
+                                            StageRing& stage, const device::WaitLimits& limits,
+                                            const Load& load) {
+#pragma unroll 1
+  for (int32_t k = 0; k < num_stages * BLOCK_K; k += BLOCK_K) {
+    if (!expert::open_stage(shared, stage, num_bytes, limits)) return false;
+    load(k, StagePlace{shared.a[stage.slot_idx()], shared.b[stage.slot_idx()],
+                       &shared.stage_full[stage.slot_idx()]});
+    stage.advance();
   }
+  return true;
 }
 
-// B out of gate and up, read either way: from(half) is the first chunk of a half of map(half).
-template <int kClusterSize, class Map, class From>
-__device__ __forceinline__ void load_chunked_b(const StagePlace& place, const Tile& tile,
-                                               const Map& map, const From& from, At<3> step) {
-  constexpr int kHalf = BLOCK_N / 2 * BLOCK_K;
+// The halves of B that this CTA fetches: both, or of a pair that shares B one for both CTAs.
+template <int kClusterSize, class LoadHalf>
+__device__ __forceinline__ void load_halves(const Tile& tile, const LoadHalf& load) {
   if (kClusterSize == 2 && tile.kind == expert::kSharedB) {
-    const int32_t half = ptx::get_sreg_cluster_ctarank();
-    load_chunks<true>(map(half), from(half), step, place.b + half * kHalf, place.full);
+    load(static_cast<int32_t>(ptx::get_sreg_cluster_ctarank()), std::true_type{});
   } else {
-#pragma unroll
-    for (int32_t half = 0; half < 2; ++half)
-      load_chunks<false>(map(half), from(half), step, place.b + half * kHalf, place.full);
+    load(0, std::false_type{});
+    load(1, std::false_type{});
   }
 }
+
+// To the same place of both CTAs, counted by the barriers of both.
+template <int kRank>
+__device__ __forceinline__ void load_box(const CUtensorMap* map, const At<kRank>& from, bf16* to,
+                                         uint64_t* full, std::true_type) {
+  ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, map, from.at, full,
+                            uint16_t{3});
+}
+template <int kRank>
+__device__ __forceinline__ void load_box(const CUtensorMap* map, const At<kRank>& from, bf16* to,
+                                         uint64_t* full, std::false_type) {
+  load_box(map, from, to, full);
+}
+
+inline constexpr int kHalfElements = BLOCK_N / 2 * BLOCK_K, kChunkElements = 64 * BLOCK_K;
 
 // FC1 without its activation: x times gate and up, both along rows.
-template <int kClusterSize>
-__device__ __forceinline__ void load_z(const BackwardOperand& op, const BackwardState& state,
-                                       const Tile& tile, int32_t k, const StagePlace& place) {
-  const bool shared = is_shared(tile);
-  const ExpertMaps& maps = shared ? op.rank.shared : op.rank.routed;
-  const int32_t block = block_of(tile).v;
-  const auto x_row = static_cast<int32_t>(
-      shared ? block * BLOCK_M : op.common.ring_rows * kXPlane + state.slot_of(block) * BLOCK_M);
-  load_box(shared ? op.rank.shared_x_rows : op.rank.dy_rows, At<3>{{k, x_row, 0}}, place.a,
-           place.full);
-  load_chunked_b<kClusterSize>(
-      place, tile, [&](int32_t half) -> const CUtensorMap& { return half ? maps.up : maps.gate; },
-      [&](int32_t) {
-        return At<3>{{k, tile.n_tile * (BLOCK_N / 2), expert_of(tile)}};
-      },
-      At<3>{{0, 64, 0}});
+template <int kClusterSize, class Shared>
+__device__ __forceinline__ bool load_z(Shared& shared, const BackwardOperand& op, const Tile& tile,
+                                       StageRing& stage, const device::WaitLimits& limits) {
+  const BackwardState& state = shared.schedule;
+  const bool is_token = is_shared(tile);
+  const ExpertMaps& maps = is_token ? op.rank.shared : op.rank.routed;
+  const CUtensorMap* x = is_token ? &op.rank.shared_x_rows : &op.rank.dy_rows;
+  const int32_t row = is_token ? tile.row_begin
+                               : static_cast<int32_t>(op.common.ring_rows) * kXPlane +
+                                     state.slot_of(block_of(tile).v) * BLOCK_M;
+  const int32_t column = tile.n_tile * (BLOCK_N / 2), expert = expert_of(tile);
+  return load_stages(
+      shared, k_blocks_of(op, tile), expert::kStageBytes, stage, limits,
+      [&](int32_t k, const StagePlace& place) {
+        load_box(x, At<3>{{k, row, 0}}, place.a, place.full);
+        load_halves<kClusterSize>(tile, [&](int32_t half, auto to_both) {
+          const CUtensorMap* map = half == 0 ? &maps.gate : &maps.up;
+          bf16* b = place.b + half * kHalfElements;
+          load_box(map, At<3>{{k, column, expert}}, b, place.full, to_both);
+          load_box(map, At<3>{{k, column + 64, expert}}, b + kChunkElements, place.full, to_both);
+        });
+      });
 }
 
 // dY times down; then z, of which gate and up take the two halves of B's place.
-template <int kClusterSize>
-__device__ __forceinline__ void load_dgrad(const BackwardOperand& op, const BackwardState& state,
-                                           const Tile& tile, int32_t k, const StagePlace& place) {
-  const bool shared = is_shared(tile);
-  const int32_t block = block_of(tile).v, row = block * BLOCK_M,
-                slot_row = state.slot_of(block) * BLOCK_M;
-  const ExpertMaps& maps = shared ? op.rank.shared : op.rank.routed;
-  const int32_t in_epilogue = k - k_blocks_of(op, tile) * BLOCK_K;
-  if (in_epilogue < 0) {
-    load_box(shared ? op.rank.shared_dy_rows : op.rank.dy_rows,
-             At<3>{{k, shared ? row : slot_row, 0}}, place.a, place.full);
-    expert::load_columns_of_b<kClusterSize>(
-        place.b, place.full, maps.down_columns, tile, [&](int32_t half) {
-          return At<4>{{0, k, tile.n_tile * (BLOCK_N / 64) + half * 2, expert_of(tile)}};
-        });
-    return;
-  }
-  constexpr int kHalf = BLOCK_N / 2 * BLOCK_K;
-  const int32_t column = tile.n_tile * BLOCK_N + in_epilogue;
-  const bool saved = op.common.saves_z && (shared || block < state.stream.saved_end);
-  if (saved) {
-    const int32_t z_row = shared ? row : row - static_cast<int32_t>(state.shared_blocks) * BLOCK_M;
-    load_box(maps.z, At<3>{{column, z_row, 0}}, place.b, place.full);
-    load_box(maps.z, At<3>{{column + op.intermediate(tile), z_row, 0}}, place.b + kHalf,
-             place.full);
-  } else {
-    const auto plane_rows = static_cast<int32_t>(op.common.ring_rows);
-    load_box(op.rank.grad_rows, At<3>{{column, slot_row + kDgatePlane * plane_rows, 0}}, place.b,
-             place.full);
-    load_box(op.rank.grad_rows, At<3>{{column, slot_row + kDupPlane * plane_rows, 0}},
-             place.b + kHalf, place.full);
-  }
+template <int kClusterSize, class Shared>
+__device__ __forceinline__ bool load_dgrad(Shared& shared, const BackwardOperand& op,
+                                           const Tile& tile, StageRing& stage,
+                                           const device::WaitLimits& limits) {
+  const BackwardState& state = shared.schedule;
+  const bool is_token = is_shared(tile);
+  const ExpertMaps& maps = is_token ? op.rank.shared : op.rank.routed;
+  const int32_t block = block_of(tile).v, slot_row = state.slot_of(block) * BLOCK_M;
+  const CUtensorMap *dy = is_token ? &op.rank.shared_dy_rows : &op.rank.dy_rows,
+                    *down = &maps.down_columns;
+  const int32_t row = is_token ? tile.row_begin : slot_row, expert = expert_of(tile),
+                chunk = tile.n_tile * (BLOCK_N / 64);
+  const bool healthy =
+      load_stages(shared, k_blocks_of(op, tile), expert::kStageBytes, stage, limits,
+                  [&](int32_t k, const StagePlace& place) {
+                    load_box(dy, At<3>{{k, row, 0}}, place.a, place.full);
+                    load_halves<kClusterSize>(tile, [&](int32_t half, auto to_both) {
+                      load_box(down, At<4>{{0, k, chunk + half * 2, expert}},
+                               place.b + half * kHalfElements, place.full, to_both);
+                    });
+                  });
+  if (!healthy) return false;
+
+  const bool saved = op.common.saves_z && (is_token || block < state.stream.saved_end);
+  const CUtensorMap* z = saved ? &maps.z : &op.rank.grad_rows;
+  const auto plane_rows = static_cast<int32_t>(op.common.ring_rows);
+  // Saved: [rows, 2 I]; remade: in the planes of dgate and dup.
+  const int32_t first_row =
+      !saved     ? slot_row + kDgatePlane * plane_rows
+      : is_token ? tile.row_begin
+                 : tile.row_begin - static_cast<int32_t>(state.shared_blocks) * BLOCK_M;
+  const int32_t up_row = saved ? first_row : slot_row + kDupPlane * plane_rows,
+                up_column = saved ? op.intermediate(tile) : 0, column = tile.n_tile * BLOCK_N;
+  constexpr uint32_t kZBytes = 2 * BLOCK_M * 64 * sizeof(bf16);
+  return load_stages(shared, BackwardOperand::kNumEpilogueStages, kZBytes, stage, limits,
+                     [&](int32_t k, const StagePlace& place) {
+                       load_box(z, At<3>{{column + k, first_row, 0}}, place.b, place.full);
+                       load_box(z, At<3>{{up_column + column + k, up_row, 0}},
+                                place.b + kHalfElements, place.full);
+                     });
 }
 
 // dgate times gate, then dup times up.
-template <int kClusterSize>
-__device__ __forceinline__ void load_dx(const BackwardOperand& op, const BackwardState& state,
-                                        const Tile& tile, int32_t k, const StagePlace& place) {
+template <int kClusterSize, class Shared>
+__device__ __forceinline__ bool load_dx(Shared& shared, const BackwardOperand& op, const Tile& tile,
+                                        StageRing& stage, const device::WaitLimits& limits) {
+  const BackwardState& state = shared.schedule;
   const ExpertMaps& maps = is_shared(tile) ? op.rank.shared : op.rank.routed;
-  const int32_t width = op.intermediate(tile);
-  const bool is_up = k >= width;
-  if (is_up) k -= width;
-  const auto row = static_cast<int32_t>(state.slot_of(block_of(tile).v) * BLOCK_M +
-                                        (is_up ? kDupPlane : kDgatePlane) * op.common.ring_rows);
-  // Past both, where a tile has more K blocks than there are columns: out of the ring, zeros.
-  const auto column = k < width ? k : static_cast<int32_t>(op.common.ring_width);
-  load_box(op.rank.grad_rows, At<3>{{column, row, 0}}, place.a, place.full);
-  load_chunked_b<kClusterSize>(
-      place, tile, [&](int32_t) -> const CUtensorMap& { return is_up ? maps.up : maps.gate; },
-      [&](int32_t half) {
-        return At<3>{{tile.n_tile * BLOCK_N + half * (BLOCK_N / 2), k, expert_of(tile)}};
-      },
-      At<3>{{64, 0, 0}});
+  const CUtensorMap *grads = &op.rank.grad_rows, *gate = &maps.gate, *up = &maps.up;
+  const int32_t width = op.intermediate(tile), slot_row = state.slot_of(block_of(tile).v) * BLOCK_M,
+                past_ring = static_cast<int32_t>(op.common.ring_width),
+                up_row = slot_row + kDupPlane * static_cast<int32_t>(op.common.ring_rows);
+  const int32_t column = tile.n_tile * BLOCK_N, expert = expert_of(tile);
+  return load_stages(
+      shared, k_blocks_of(op, tile), expert::kStageBytes, stage, limits,
+      [&](int32_t k, const StagePlace& place) {
+        const bool is_up = k >= width;
+        const int32_t in_part = is_up ? k - width : k;
+        // Past both, where a tile has more K blocks than there are columns: out of the ring, zeros.
+        load_box(grads,
+                 At<3>{{in_part < width ? in_part : past_ring, is_up ? up_row : slot_row, 0}},
+                 place.a, place.full);
+        const CUtensorMap* map = is_up ? up : gate;
+        load_halves<kClusterSize>(tile, [&](int32_t half, auto to_both) {
+          const int32_t at = column + half * (BLOCK_N / 2);
+          bf16* b = place.b + half * kHalfElements;
+          load_box(map, At<3>{{at, in_part, expert}}, b, place.full, to_both);
+          load_box(map, At<3>{{at + 64, in_part, expert}}, b + kChunkElements, place.full, to_both);
+        });
+      });
 }
 
 // The rows of a chunk, transposed: dgate or dup with x, dY with w A.
-template <int kClusterSize>
-__device__ __forceinline__ void load_wgrad(const BackwardOperand& op, const BackwardState& state,
-                                           const Tile& tile, int32_t k, const StagePlace& place) {
-  const bool shared = is_shared(tile), is_down = kind_of(tile) == kWgradDown;
-  const ExpertMaps& maps = shared ? op.rank.shared : op.rank.routed;
-  const int32_t num_k = num_k_of(tile), first_block = first_block_of(tile);
+template <int kClusterSize, class Shared>
+__device__ __forceinline__ bool load_wgrad(Shared& shared, const BackwardOperand& op,
+                                           const Tile& tile, StageRing& stage,
+                                           const device::WaitLimits& limits) {
+  const BackwardState& state = shared.schedule;
+  const bool is_token = is_shared(tile), is_down = kind_of(tile) == kWgradDown;
+  const ExpertMaps& maps = is_token ? op.rank.shared : op.rank.routed;
   const auto ring_rows = static_cast<int32_t>(op.common.ring_rows);
+  const int32_t num_k = num_k_of(tile), first_block = first_block_of(tile),
+                in_ring = state.slot_of(first_block) * BLOCK_M;
+  // Where the caller's tensors, or the context's, hold the rows, there is no ring to go round.
+  const int32_t in_tensor = first_block * BLOCK_M,
+                saved = in_tensor - static_cast<int32_t>(state.shared_blocks) * BLOCK_M;
+  const bool dy_in_ring = !is_token, x_in_ring = !is_token && op.common.pulls_x;
+  const int32_t dy_begin = dy_in_ring ? in_ring : in_tensor, x_begin = x_in_ring  ? in_ring
+                                                                       : is_token ? in_tensor
+                                                                                  : saved;
+  const int32_t plane = kind_of(tile) == kWgradUp ? kDupPlane : kDgatePlane;
+  const CUtensorMap *a_map = is_down ? &maps.dy_columns : &op.rank.grad_columns,
+                    *b_map = is_down ? &op.rank.grad_columns : &maps.x_columns;
+  const int32_t a_end = num_k + (is_down ? dy_begin : plane * ring_rows + in_ring),
+                b_end = num_k + (is_down ? kWaPlane * ring_rows + in_ring : x_begin);
   // A chunk may go round the ring; a K block never does.
-  const int32_t in_ring = state.slot_of(first_block) * BLOCK_M,
-                ring_begin = in_ring + k < ring_rows ? in_ring : in_ring - ring_rows;
-  const int32_t in_tensor = first_block * BLOCK_M;  // rows of tokens, shared expert
-  const int32_t dy_begin = shared ? in_tensor : ring_begin;
-  const int32_t x_begin = shared ? in_tensor
-                          : op.common.pulls_x
-                              ? ring_begin
-                              : in_tensor - static_cast<int32_t>(state.shared_blocks) * BLOCK_M;
-  const auto rows = [&](int32_t begin, int32_t chunk) {
-    return At<5>{{0, device::kRowBound - num_k + k, chunk, begin + num_k, device::kRowBound}};
-  };
-  const int32_t m =
-      is_down ? static_cast<int32_t>(op.common.problem.hidden) : op.intermediate(tile);
-  const int32_t a_chunk = tile.row_begin % m / 64;
-  if (is_down) {
-    load_box(maps.dy_columns, rows(dy_begin, a_chunk), place.a, place.full);
-  } else {
-    const int32_t plane = kind_of(tile) == kWgradGate ? kDgatePlane : kDupPlane;
-    load_box(op.rank.grad_columns, rows(plane * ring_rows + ring_begin, a_chunk), place.a,
-             place.full);
-  }
-  expert::load_columns_of_b<kClusterSize>(
-      place.b, place.full, is_down ? op.rank.grad_columns : maps.x_columns, tile,
-      [&](int32_t half) {
-        return rows(is_down ? kWaPlane * ring_rows + ring_begin : x_begin,
-                    column_tile_of(tile) * (BLOCK_N / 64) + half * 2);
+  const int32_t k_wrap = ring_rows - in_ring, a_wrap = !is_down || dy_in_ring ? ring_rows : 0,
+                b_wrap = is_down || x_in_ring ? ring_rows : 0;
+  const int32_t m = is_down ? static_cast<int32_t>(op.common.problem.hidden)
+                            : op.intermediate(tile),
+                a_chunk = tile.row_begin % m / 64, b_chunk = column_tile_of(tile) * (BLOCK_N / 64);
+  return load_stages(
+      shared, k_blocks_of(op, tile), expert::kStageBytes, stage, limits,
+      [&](int32_t k, const StagePlace& place) {
+        const int32_t row = device::kRowBound - num_k + k;
+        const bool wraps = k >= k_wrap;
+        load_box(a_map, At<5>{{0, row, a_chunk, wraps ? a_end - a_wrap : a_end, device::kRowBound}},
+                 place.a, place.full);
+        load_halves<kClusterSize>(tile, [&](int32_t half, auto to_both) {
+          load_box(b_map,
+                   At<5>{{0, row, b_chunk + half * 2, wraps ? b_end - b_wrap : b_end,
+                          device::kRowBound}},
+                   place.b + half * kHalfElements, place.full, to_both);
+        });
       });
 }
 
 template <int kClusterSize, class Shared>
-__device__ __forceinline__ bool load_stage(Shared& shared, const BackwardOperand& op,
-                                           const Tile& tile, int32_t k,
-                                           const expert::RingPosition<expert::kNumStages>& stage,
-                                           const device::WaitLimits& limits) {
-  constexpr uint32_t kZBytes = 2 * BLOCK_M * 64 * sizeof(bf16);
-  const bool is_z = kind_of(tile) == kDgrad && k >= k_blocks_of(op, tile) * BLOCK_K;
-  if (!expert::open_stage(shared, stage, is_z ? kZBytes : expert::kStageBytes, limits))
-    return false;
-  const BackwardState& state = shared.schedule;
-  const StagePlace place{shared.a[stage.slot_idx()], shared.b[stage.slot_idx()],
-                         &shared.stage_full[stage.slot_idx()]};
+__device__ __forceinline__ bool load_tile(Shared& shared, const BackwardOperand& op,
+                                          const Tile& tile, StageRing& stage,
+                                          const device::WaitLimits& limits) {
   switch (kind_of(tile)) {
-    case kRemadeZ: load_z<kClusterSize>(op, state, tile, k, place); break;
-    case kDgrad: load_dgrad<kClusterSize>(op, state, tile, k, place); break;
-    case kDx: load_dx<kClusterSize>(op, state, tile, k, place); break;
-    default: load_wgrad<kClusterSize>(op, state, tile, k, place); break;
+    case kRemadeZ: return load_z<kClusterSize>(shared, op, tile, stage, limits);
+    case kDgrad: return load_dgrad<kClusterSize>(shared, op, tile, stage, limits);
+    case kDx: return load_dx<kClusterSize>(shared, op, tile, stage, limits);
+    default: return load_wgrad<kClusterSize>(shared, op, tile, stage, limits);
   }
-  return true;
 }
 
 // ---- readiness ----

@@ -23,6 +23,8 @@ struct ForwardEpilogue {
   static constexpr int kNumDeferred = 2;
   static constexpr bool kPublishes = true;
   static constexpr bool kResumes = false;
+  static constexpr int kLatePublishBlock = 0;
+  static __device__ __forceinline__ bool publishes_late(const Tile&) { return false; }
   const ForwardCommon& common;
   const ForwardRank& rank;
   ForwardState& state;

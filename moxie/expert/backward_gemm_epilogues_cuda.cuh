@@ -129,6 +129,7 @@ template <bool kGeneral>
 struct DgradEpilogue {
   static constexpr int kNumDeferred = 1;  // the loop's least; nothing is deferred
   static constexpr bool kPublishes = false;
+  static constexpr int kLatePublishBlock = 0;
   static constexpr bool kResumes = false;
   GemmOutput dgate, dup, wa;
   const float* row_weight;  // [rows], or null: 1
@@ -203,6 +204,7 @@ struct DgradEpilogue {
 struct WgradStore {
   static constexpr int kNumDeferred = 4;
   static constexpr bool kPublishes = false;
+  static constexpr int kLatePublishBlock = 0;
   static constexpr bool kResumes = false;
   GemmOutput out[kMaxWgrads];
   struct Prepared {};
@@ -277,6 +279,7 @@ __device__ __forceinline__ void store_float_rows(const float (&acc)[128], const 
 struct WgradFloatStore {
   static constexpr int kNumDeferred = 1;
   static constexpr bool kPublishes = false;
+  static constexpr int kLatePublishBlock = 0;
   static constexpr bool kResumes = false;
   CUtensorMap out[kMaxWgrads];      // [E * m, n], box 16 x 32
   int32_t num_columns[kMaxWgrads];  // n

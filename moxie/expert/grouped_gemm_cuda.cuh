@@ -122,6 +122,21 @@ __device__ __forceinline__ int32_t stages_of(const Operands& operands, const Til
          (Operands::has_epilogue_stages(tile) ? Operands::kNumEpilogueStages : 0);
 }
 
+// One lane: all stages of a tile. False: gave up.
+template <int kClusterSize, class Shared, class Operands>
+__device__ __forceinline__ bool load_tile(Shared& shared, const Operands& operands,
+                                          const Tile& tile, RingPosition<kNumStages>& stage,
+                                          const device::WaitLimits& limits) {
+  bool healthy = true;
+  const int32_t num_stages = stages_of(operands, tile);
+#pragma unroll 1
+  for (int32_t k_block = 0; healthy && k_block < num_stages; ++k_block) {
+    healthy = load_stage<kClusterSize>(shared, operands, tile, k_block * BLOCK_K, stage, limits);
+    stage.advance();
+  }
+  return healthy;
+}
+
 // Warp 0: keeps the stages full, tile by tile.
 template <int kClusterSize, class Params, class Shared>
 __device__ __forceinline__ void load_tiles(const Params& params, Shared& shared) {
@@ -136,14 +151,9 @@ __device__ __forceinline__ void load_tiles(const Params& params, Shared& shared)
       arm_ticket_slot<kClusterSize>(shared, slot.slot_idx());
       ptx::mbarrier_arrive(&shared.tile_begun);
       healthy = params.readiness.wait(tile, params.limits);
-      const auto& operands = params.operands[tile.product];
-      const int32_t num_stages = stages_of(operands, tile);
-#pragma unroll 1
-      for (int32_t k_block = 0; healthy && k_block < num_stages; ++k_block) {
-        healthy = load_stage<kClusterSize>(shared, operands, tile, k_block * BLOCK_K, stage,
-                                           params.limits);
-        stage.advance();
-      }
+      if (healthy)
+        healthy = load_tile<kClusterSize>(shared, params.operands[tile.product], tile, stage,
+                                          params.limits);
     }
     healthy = __shfl_sync(~0u, healthy, 0);
     slot.advance();
@@ -276,7 +286,8 @@ __device__ __forceinline__ bool skip_tile(Shared& shared, int32_t num_k_blocks,
 // tensor cores work on the next tile. Only the conversion keeps them waiting. A piece is 16
 // registers; the fewer are deferred, the more registers are left for other warps
 // (GemmConfig). publish() follows a tile's last piece, once per warp and tile, also where the warp
-// had nothing to store.
+// had nothing to store; a few K blocks later where it waits for copies that are then on the way
+// (publishes_late).
 template <int kClusterSize, class Params, class Shared>
 __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& shared) {
   const auto& epilogue = params.epilogue;
@@ -360,7 +371,11 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
         stage.advance();
         epilogue.store(packed[piece], piece, packed_tile, warp);
       }
-      if (packed_tile.num_rows > 0) epilogue.publish(packed_tile, slot.count - 1, warp);
+      bool publishes_late = false;
+      if (packed_tile.num_rows > 0) {
+        if constexpr (Epilogue::kPublishes) publishes_late = epilogue.publishes_late(packed_tile);
+        if (!publishes_late) epilogue.publish(packed_tile, slot.count - 1, warp);
+      }
       // Only now, after a wait for the tile's first K block: what prepare() reads was ready before
       // A.
       prepared = epilogue.prepare(tile, warp);
@@ -370,7 +385,12 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
         device::wgmma_wait_group<1>();
         release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
         stage.advance();
+        if (publishes_late && k_block == Epilogue::kLatePublishBlock) {
+          epilogue.publish(packed_tile, slot.count - 1, warp);
+          publishes_late = false;
+        }
       }
+      if (publishes_late) epilogue.publish(packed_tile, slot.count - 1, warp);
       packed_tile = tile;
       if (!healthy) packed_tile.num_rows = 0;  // what was waited for in vain is not stored
       slot.advance();

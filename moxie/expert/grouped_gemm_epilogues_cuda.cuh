@@ -99,6 +99,7 @@ struct StoreEpilogue {
   static constexpr int kNumPieces = 4;
   static constexpr int kNumDeferred = kDeferred;
   static constexpr bool kPublishes = false;
+  static constexpr int kLatePublishBlock = 0;
   static constexpr bool kResumes = false;
   GemmOutput out;
   struct Prepared {};
@@ -164,6 +165,7 @@ __device__ __forceinline__ RowWeights load_row_weights(const float* row_weight, 
 struct SwigluEpilogue {
   static constexpr int kNumDeferred = 2;  // both pieces
   static constexpr bool kPublishes = false;
+  static constexpr int kLatePublishBlock = 0;
   static constexpr bool kResumes = false;
   GemmOutput out;
   const float* row_weight;  // [rows], or null: 1
