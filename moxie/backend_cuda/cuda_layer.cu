@@ -82,9 +82,7 @@ CudaLayer::CudaLayer(CudaBackend& backend, const Problem& problem, const Plan& p
   backend_.reserve(pipeline::heap_layout(problem));
   const auto num_ranks = static_cast<std::size_t>(problem.num_ranks);
   const std::int64_t bytes = cuda_workspace_layout(problem, plan).num_bytes;
-  for (std::int64_t r = 0; r < problem.num_ranks; ++r) {
-    workspaces_.emplace_back(backend_.device_of(r), bytes, sentence("the workspace of rank {}", r));
-  }
+  workspaces_ = backend_.make_workspaces(bytes, plan);
   ranks_.resize(num_ranks);
   weights_.resize(num_ranks);
   inputs_.resize(num_ranks);
@@ -98,7 +96,7 @@ CudaLayer::~CudaLayer() { backend_.detach(this); }
 
 void CudaLayer::heaps_moved() {
   fill_common();
-  for (std::int64_t r = 0; r < problem_.num_ranks; ++r) describe_rank(r);
+  for (const std::int64_t r : backend_.ranks_here()) describe_rank(r);
 }
 
 void CudaLayer::fill_common() {
@@ -111,7 +109,7 @@ void CudaLayer::fill_common() {
   common_.cuda_workspace = cuda_workspace_layout(problem_, plan_);
   for (std::int64_t r = 0; r < problem_.num_ranks; ++r) {
     common_.heaps[r] = backend_.heap(r);
-    common_.workspaces[r] = workspaces_[static_cast<std::size_t>(r)].get();
+    common_.workspaces[r] = workspace(r);  // of another process: null, unless the plan pushes
   }
   common_.proven_blocks = pipeline::worst_case_blocks(problem_);
   common_.saved_blocks = pipeline::saved_blocks(plan_);
@@ -124,7 +122,7 @@ void CudaLayer::fill_common() {
 void CudaLayer::describe_rank(std::int64_t rank) {
   RankParams& r = ranks_[static_cast<std::size_t>(rank)];
   r.me = RankId{rank};
-  r.workspace = workspaces_[static_cast<std::size_t>(rank)].get();
+  r.workspace = workspace(rank);
   const auto at = [&](const pipeline::Region& region) {
     return reinterpret_cast<bf16*>(r.workspace + region.offset);
   };
@@ -255,32 +253,32 @@ void CudaLayer::bind_context(std::int64_t rank, const CudaContext* context) {
 std::unique_ptr<ContextState> CudaLayer::make_context() {
   auto context = std::make_unique<CudaContext>();
   const pipeline::ContextBytes bytes = pipeline::context_bytes(problem_, plan_);
-  for (std::int64_t r = 0; r < problem_.num_ranks; ++r) {
+  context->ranks.resize(static_cast<std::size_t>(problem_.num_ranks));
+  for (const std::int64_t r : backend_.ranks_here()) {
     const int device = backend_.device_of(r);
     const std::string what = sentence("the context of rank {}", r);
-    context->ranks.push_back({{device, bytes.routes / 2, what},
-                              {device, bytes.routes / 2, what},
-                              {device, bytes.z, what},
-                              {device, bytes.x, what},
-                              {device, bytes.shared_z, what}});
+    context->ranks[static_cast<std::size_t>(r)] = {{device, bytes.routes / 2, what},
+                                                   {device, bytes.routes / 2, what},
+                                                   {device, bytes.z, what},
+                                                   {device, bytes.x, what},
+                                                   {device, bytes.shared_z, what}};
     context->num_bytes += bytes.total();
   }
   return context;
 }
 
 void CudaLayer::clear_counters() {
-  for (std::int64_t r = 0; r < problem_.num_ranks; ++r) {
-    std::byte* workspace = workspaces_[static_cast<std::size_t>(r)].get();
+  for (const std::int64_t r : backend_.ranks_here()) {
+    const DeviceGuard guard(backend_.device_of(r));
     const auto clear = [&](const pipeline::Region& region) {
       check_cuda(
-          cudaMemset(workspace + region.offset, 0, static_cast<std::size_t>(region.num_bytes)),
+          cudaMemset(workspace(r) + region.offset, 0, static_cast<std::size_t>(region.num_bytes)),
           "clearing counters");
     };
     clear(common_.workspace.pass_count);
     clear(common_.workspace.counters);
     clear(common_.cuda_workspace.words);
     clear(common_.cuda_workspace.pulled);  // epochs begin anew
-    const DeviceGuard guard(backend_.device_of(r));
     check_cuda(
         cudaDeviceSynchronize(),
         "clearing counters");  // passes may come on a stream that does not wait for the default one
@@ -294,22 +292,31 @@ void CudaLayer::poison(const CudaContext* fill, std::int64_t rank, cudaStream_t 
     check_cuda(cudaMemsetAsync(data, 0xFF, static_cast<std::size_t>(num_bytes), stream),
                "poisoning");
   };
-  std::byte* workspace = workspaces_[static_cast<std::size_t>(rank)].get();
+  std::byte* own = workspace(rank);
   const bool x_in_place =
       ranks_[static_cast<std::size_t>(rank)].x == reinterpret_cast<const bf16*>(input_buffer(rank));
   for (const pipeline::Region& region : pipeline::poisoned_heap(common_.heap, x_in_place))
     spoil(backend_.heap(rank) + region.offset, region.num_bytes);
   for (const pipeline::Region& region : pipeline::poisoned_workspace(common_.workspace))
-    spoil(workspace + region.offset, region.num_bytes);
+    spoil(own + region.offset, region.num_bytes);
   for (const pipeline::Region& region :
        {common_.cuda_workspace.sort_counts, common_.cuda_workspace.result})
-    spoil(workspace + region.offset, region.num_bytes);
+    spoil(own + region.offset, region.num_bytes);
   if (fill == nullptr) return;
   const CudaContext::Rank& c = fill->ranks[static_cast<std::size_t>(rank)];
   const pipeline::ContextBytes saved = pipeline::context_bytes(problem_, plan_);
   spoil(c.z.get(), saved.z);
   spoil(c.x.get(), saved.x);
   spoil(c.shared_z.get(), saved.shared_z);
+}
+
+pipeline::Verdict CudaLayer::last_verdict(std::int64_t rank) const {
+  ScheduleResult result{};
+  const DeviceGuard guard(backend_.device_of(rank));
+  check_cuda(cudaMemcpy(&result, workspace(rank) + common_.cuda_workspace.result.offset,
+                        sizeof(result), cudaMemcpyDeviceToHost),
+             "reading the verdict of a pass");
+  return static_cast<pipeline::Verdict>(result.verdict);
 }
 
 std::byte* CudaLayer::input_buffer(std::int64_t rank) const {
@@ -403,8 +410,8 @@ void CudaLayer::forward(std::span<const ForwardInput> inputs,
         "faults.keep_schedule is not available with plan.dispatch push, whose rows go only where "
         "inputs_ready was seen; use pull");
   }
-  for (std::int64_t r = 0; r < problem_.num_ranks; ++r) {
-    bind_rank(r, inputs[static_cast<std::size_t>(r)], outputs[static_cast<std::size_t>(r)]);
+  for (const std::int64_t r : backend_.ranks_here()) {
+    bind_rank(r, inputs[backend_.idx_here(r)], outputs[backend_.idx_here(r)]);
     bind_context(r, fill);
   }
   for (const DeviceGroup& group : backend_.groups()) {
@@ -416,7 +423,7 @@ void CudaLayer::forward(std::span<const ForwardInput> inputs,
   common_.faults = backend_.options().faults;
   common_.keep_schedule = common_.faults.keep_schedule;
   common_.timeout_ns = static_cast<std::uint64_t>(backend_.options().timeout_s * 1e9);
-  backend_.remember(problem_, plan_);
+  backend_.remember(problem_, plan_, this);
 
   // Rank 0's GPU runs on the caller's stream; the others join it before and after. The launches
   // follow each other without waiting, so the kernels find each other running.

@@ -32,6 +32,8 @@ class CudaLayer final : public BackendLayer {
                 std::span<const BackwardOutput> outputs, trace::Trace* trace) override;
   std::byte* input_buffer(std::int64_t rank) const override;
 
+  // What the rank's last pass agreed on; after the pass.
+  pipeline::Verdict last_verdict(std::int64_t rank) const;
   void clear_counters();  // pass count and both banks, when the world starts from zero
   void heaps_moved();
 
@@ -53,9 +55,10 @@ class CudaLayer final : public BackendLayer {
   CudaBackend& backend_;
   Problem problem_;
   Plan plan_;
-  std::vector<DeviceBytes> workspaces_;  // [R]
+  std::byte* workspace(std::int64_t rank) const { return workspaces_->of(rank); }
+  std::unique_ptr<transport::RankBlocks> workspaces_;
   ForwardCommon common_{};
-  std::vector<RankParams> ranks_;  // [R]; tensor maps are made again only when a pointer changes
+  std::vector<RankParams> ranks_;  // [R], those of this process filled; tensor maps are made again only when a pointer changes
   std::vector<Weights> weights_;   // [R] the pointers in them
   std::vector<ConstTensorView> inputs_;  // [R] and x's, which the shared expert reads
   std::int32_t cluster_size_ = 1;
