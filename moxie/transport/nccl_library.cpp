@@ -130,7 +130,7 @@ void* NcclLibrary::symbol(const char* name) const { return dlsym(handle_, name);
 
 NcclReport examine_nccl(const std::string& path) {
   const Candidate c = find(path);
-  if (c.handle != nullptr) dlclose(c.handle);
+  if (c.handle != nullptr && !c.report.problem.empty()) dlclose(c.handle);
   return c.report;
 }
 

@@ -2,7 +2,6 @@
 // machines with and without it. A process must hold one NCCL only: where one is loaded already (by
 // PyTorch, say), that one is used.
 #pragma once
-#include <span>
 #include <string>
 #include <vector>
 
@@ -31,7 +30,7 @@ class NcclLibrary {
   int version_ = 0;
 };
 
-// What load() would say, for `moxie doctor`; loads the library.
+// What load() would say, for `moxie doctor`; a library without a problem stays loaded.
 struct NcclReport {
   std::string path;     // empty: none found
   int version = 0;      // 0: unknown
