@@ -214,14 +214,14 @@ constexpr std::size_t kNcclIdBytes = 128;
 World World::nccl(const WorldOptions& options, const NcclOptions& nccl) {
   check_world("NCCL", options, 64);
   if (nccl.rank < 0 || nccl.rank >= options.num_ranks) {
-    fail(fmt::format(
-        "rank of a NCCL world is {}, must be between 0 and {}; nearest legal value {}", nccl.rank,
-        options.num_ranks - 1, nccl.rank < 0 ? 0 : options.num_ranks - 1));
+    fail(fmt::format("rank of a NCCL world is {}, must be between 0 and {}; nearest legal value {}",
+                     nccl.rank, options.num_ranks - 1, nccl.rank < 0 ? 0 : options.num_ranks - 1));
   }
   if (nccl.comm == nullptr && nccl.unique_id.size() != kNcclIdBytes) {
-    fail(fmt::format("unique_id of a NCCL world has {} bytes, must have {}: those of "
-                     "nccl_unique_id(), from one rank to all",
-                     nccl.unique_id.size(), kNcclIdBytes));
+    fail(
+        fmt::format("unique_id of a NCCL world has {} bytes, must have {}: those of "
+                    "nccl_unique_id(), from one rank to all",
+                    nccl.unique_id.size(), kNcclIdBytes));
   }
   if (nccl.comm != nullptr && !nccl.unique_id.empty())
     fail("a NCCL world was given unique_id and comm, must be one of them");

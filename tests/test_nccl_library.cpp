@@ -95,8 +95,8 @@ TEST(NcclLibrary, TwoAreRefused) {
 TEST(NcclLibrary, WhatCannotServeIsRefused) {
   expect_words(load(fake("old")), {"unavailable: NCCL at " + fake("old"), "is version 2.27.3",
                                    "must be 2.28.0 or newer"});
-  expect_words(load(fake("incomplete")),
-               {"unavailable: NCCL 2.28.9 at " + fake("incomplete"), "has no ncclCommWindowRegister"});
+  expect_words(load(fake("incomplete")), {"unavailable: NCCL 2.28.9 at " + fake("incomplete"),
+                                          "has no ncclCommWindowRegister"});
   expect_words(load("/nowhere/libnccl.so.2"),
                {"unavailable: NCCL cannot be loaded", "/nowhere/libnccl.so.2", "2.28.0",
                 "MOXIE_NCCL_LIBRARY"});

@@ -6,6 +6,7 @@
 
 #include "moxie/backend_cuda/cuda_layer.h"
 #include "moxie/backend_cuda/sentence.h"
+#include "moxie/transport/local_gpu_ranks.h"
 
 namespace moxie::backend_cuda {
 namespace {
@@ -26,12 +27,21 @@ void check_device(const char* what, int device, int count) {
   }
 }
 
+void check_options(const WorldOptions& options) {
+  if (options.validate_finite) {
+    unavailable(
+        "validate_finite is not available in a CUDA world, whose tensors the host cannot read; use "
+        "World::cpu");
+  }
+}
+
 // World::cuda and World::nccl, `instead` works without a GPU.
 int count_devices(const char* world, const char* instead) {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess || count == 0)
-    unavailable(sentence("{} found no GPU ({}); use {}", world, cudaGetErrorString(error), instead));
+    unavailable(
+        sentence("{} found no GPU ({}); use {}", world, cudaGetErrorString(error), instead));
   return count;
 }
 
@@ -57,43 +67,10 @@ WaitRecord to_record(const device::ExpiredWait& e) {
   return record;
 }
 
-// Every rank's memory on its GPU; peer access shows it to the others.
-class LocalBlocks final : public transport::RankBlocks {
- public:
-  LocalBlocks(const std::vector<int>& devices, std::int64_t num_bytes, const char* what) {
-    for (std::size_t r = 0; r < devices.size(); ++r) {
-      bytes_.emplace_back(devices[r], num_bytes, sentence("{} of rank {}", what, r));
-      bases_.push_back(bytes_.back().get());
-      if (num_bytes == 0) continue;
-      const DeviceGuard guard(devices[r]);
-      check_cuda(cudaMemset(bases_.back(), 0, static_cast<std::size_t>(num_bytes)), "clearing");
-      check_cuda(cudaDeviceSynchronize(), "clearing");
-    }
-  }
-
- private:
-  std::vector<DeviceBytes> bytes_;  // [R]
-};
-
-class LocalRanks final : public transport::GpuRanks {
- public:
-  explicit LocalRanks(const std::vector<int>& devices) : devices_(devices) {}
-  bool of_processes() const override { return false; }
-  std::unique_ptr<transport::RankBlocks> allocate(std::int64_t num_bytes, const char* what,
-                                                  transport::SeenBy, double) override {
-    return std::make_unique<LocalBlocks>(devices_, num_bytes, what);
-  }
-  std::vector<std::string> all_gather(const char*, const std::string& text, double) override {
-    return std::vector<std::string>(devices_.size(), text);
-  }
-
- private:
-  const std::vector<int> devices_;  // [R]
-};
-
 }  // namespace
 
 std::vector<int> choose_devices(const WorldOptions& options, const CudaOptions& cuda) {
+  check_options(options);
   const int count = count_devices("World::cuda", "World::cpu");
   std::vector<int> devices = cuda.devices;
   for (std::int64_t r = 0; cuda.devices.empty() && r < options.num_ranks; ++r)
@@ -108,15 +85,12 @@ std::vector<int> choose_devices(const WorldOptions& options, const CudaOptions& 
   return devices;
 }
 
-int choose_device(int device) {
+int choose_device(const WorldOptions& options, int device) {
+  check_options(options);
   const int count = count_devices("World::nccl", "World::cpu_process");
   if (device < 0) check_cuda(cudaGetDevice(&device), "asking for the current GPU");
   check_device("device", device, count);
   return device;
-}
-
-std::unique_ptr<transport::GpuRanks> make_local_ranks(const std::vector<int>& devices) {
-  return std::make_unique<LocalRanks>(devices);
 }
 
 CudaBackend::CudaBackend(const WorldOptions& options, const CudaOptions& cuda,
@@ -130,15 +104,9 @@ CudaBackend::CudaBackend(const WorldOptions& options, const CudaOptions& cuda,
       expired_(static_cast<std::size_t>(options.num_ranks)),
       reports_(static_cast<std::size_t>(options.num_ranks)) {
   for (std::int64_t i = 0; i < local.count; ++i) ranks_here_.push_back(local.begin + i);
-  if (options.validate_finite) {
-    unavailable(
-        "validate_finite is not available in a CUDA world, whose tensors the host cannot read; use "
-        "World::cpu");
-  }
   find_groups();
   enable_peers();
-  abort_words_ =
-      allocate((1 + num_ranks()) * 4, "the abort flag", transport::SeenBy::all_ranks);
+  abort_words_ = allocate((1 + num_ranks()) * 4, "the abort flag", transport::SeenBy::all_ranks);
 }
 
 void CudaBackend::clear_abort_flag() {
@@ -424,7 +392,7 @@ using backend_cuda::CudaBackend;
 
 std::unique_ptr<Backend> make_cuda_backend(const WorldOptions& options, const CudaOptions& cuda) {
   std::vector<int> devices = backend_cuda::choose_devices(options, cuda);
-  auto ranks = backend_cuda::make_local_ranks(devices);
+  auto ranks = transport::make_local_gpu_ranks(devices);
   return std::make_unique<CudaBackend>(options, cuda, std::move(devices),
                                        RankRange{0, options.num_ranks}, std::move(ranks));
 }

@@ -27,9 +27,7 @@ class CudaLayer;
 // The GPUs of the ranks of World::cuda, checked; one per rank.
 std::vector<int> choose_devices(const WorldOptions& options, const CudaOptions& cuda);
 // The GPU of a rank that has a process of its own; -1: the current one.
-int choose_device(int device);
-// Ranks that all live in this process.
-std::unique_ptr<transport::GpuRanks> make_local_ranks(const std::vector<int>& devices);
+int choose_device(const WorldOptions& options, int device);
 
 class CudaBackend final : public Backend {
  public:

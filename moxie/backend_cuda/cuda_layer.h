@@ -58,7 +58,8 @@ class CudaLayer final : public BackendLayer {
   std::byte* workspace(std::int64_t rank) const { return workspaces_->of(rank); }
   std::unique_ptr<transport::RankBlocks> workspaces_;
   ForwardCommon common_{};
-  std::vector<RankParams> ranks_;  // [R], those of this process filled; tensor maps are made again only when a pointer changes
+  std::vector<RankParams> ranks_;  // [R], those of this process filled; tensor maps are made again
+                                   // only when a pointer changes
   std::vector<Weights> weights_;   // [R] the pointers in them
   std::vector<ConstTensorView> inputs_;  // [R] and x's, which the shared expert reads
   std::int32_t cluster_size_ = 1;

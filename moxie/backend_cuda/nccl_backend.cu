@@ -1,4 +1,5 @@
-// World::nccl: the CUDA backend with one rank of this process, held together with the others by NCCL.
+// World::nccl: the CUDA backend with one rank of this process, held together with the others by
+// NCCL.
 #if MOXIE_HAS_NCCL
 #include "moxie/backend_cuda/cuda_backend.h"
 #include "moxie/backend_cuda/sentence.h"
@@ -7,7 +8,7 @@
 namespace moxie {
 
 std::unique_ptr<Backend> make_nccl_backend(const WorldOptions& options, const NcclOptions& nccl) {
-  const int device = backend_cuda::choose_device(nccl.device);
+  const int device = backend_cuda::choose_device(options, nccl.device);
   const backend_cuda::DeviceGuard guard(device);
   auto ranks = transport::make_nccl_ranks({.rank = nccl.rank,
                                            .num_ranks = options.num_ranks,

@@ -33,6 +33,34 @@ class DeviceGuard {
   int before_ = 0;
 };
 
+// A stream of the current device that waits for no other.
+class CudaStream {
+ public:
+  CudaStream() {
+    check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
+  }
+  ~CudaStream() { cudaStreamDestroy(stream_); }
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
+  cudaStream_t get() const { return stream_; }
+  void synchronize(const std::string& what) const {
+    check_cuda(cudaStreamSynchronize(stream_), what);
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// For destructors: runs `work` with `device` current; an error has nobody to go to.
+template <class Work>
+void on_device(int device, const Work& work) noexcept {
+  int before = 0;
+  if (cudaGetDevice(&before) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) return;
+  work();
+  cudaGetLastError();
+  cudaSetDevice(before);
+}
+
 // Plain device memory.
 class DeviceBytes {
  public:
@@ -69,10 +97,9 @@ template <class T>
 class MappedHost {
  public:
   explicit MappedHost(std::size_t count) : count_(count) {
-    check_cuda(
-        cudaHostAlloc(reinterpret_cast<void**>(&data_), count * sizeof(T),
-                      cudaHostAllocMapped | cudaHostAllocPortable),
-        "pinning host memory");
+    check_cuda(cudaHostAlloc(reinterpret_cast<void**>(&data_), count * sizeof(T),
+                             cudaHostAllocMapped | cudaHostAllocPortable),
+               "pinning host memory");
     clear();
   }
   ~MappedHost() { cudaFreeHost(data_); }

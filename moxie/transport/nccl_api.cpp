@@ -50,8 +50,8 @@ NcclApi::NcclApi(const std::string& path) : library(NcclLibrary::load(path)) {
 }
 
 std::string NcclApi::words(ncclResult_t result, ncclComm_t comm) const {
-  std::string text = fmt::format("NCCL {} says '{}'", nccl_words(library.version()),
-                                 get_error_string(result));
+  std::string text =
+      fmt::format("NCCL {} says '{}'", nccl_words(library.version()), get_error_string(result));
   const char* last = get_last_error(comm);
   if (last != nullptr && *last != '\0') {
     std::string details = last;
@@ -103,8 +103,8 @@ void NcclComm::join(const std::string& unique_id, std::int64_t rank, std::int64_
   ncclUniqueId id;
   std::memcpy(id.internal, unique_id.data(), sizeof(id.internal));
   ncclConfig_t config = nonblocking();
-  const ncclResult_t result = api_.comm_init_rank_config(
-      &comm_, static_cast<int>(num_ranks), id, static_cast<int>(rank), &config);
+  const ncclResult_t result = api_.comm_init_rank_config(&comm_, static_cast<int>(num_ranks), id,
+                                                         static_cast<int>(rank), &config);
   finish(result, fmt::format("World::nccl of rank {}", rank),
          fmt::format("not all {} ranks came to World::nccl within {} s (rank {} waited): each rank "
                      "must come once, with the same fresh id and the same num_ranks",
@@ -121,10 +121,11 @@ void NcclComm::split_off(void* parent, std::int64_t rank, std::int64_t num_ranks
   api_.comm_user_rank(comm, &own);
   api_.comm_cu_device(comm, &device);
   if (ranks != num_ranks || own != rank || device != device_) {
-    throw Error(ErrorCode::invalid_argument,
-                fmt::format("the communicator given to World::nccl is rank {} of {} on GPU {}, must "
-                            "be what the options say: rank {} of {} on GPU {}",
-                            own, ranks, device, rank, num_ranks, device_));
+    throw Error(
+        ErrorCode::invalid_argument,
+        fmt::format("the communicator given to World::nccl is rank {} of {} on GPU {}, must "
+                    "be what the options say: rank {} of {} on GPU {}",
+                    own, ranks, device, rank, num_ranks, device_));
   }
   const DeviceGuard guard(device_);
   ncclConfig_t config = nonblocking();

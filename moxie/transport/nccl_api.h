@@ -4,28 +4,13 @@
 #include <nccl.h>
 #include <nccl_device/core.h>
 
-#include <chrono>
 #include <cstdint>
 #include <string>
 
+#include "moxie/transport/deadline.h"
 #include "moxie/transport/nccl_library.h"
 
 namespace moxie::transport {
-
-class Deadline {
- public:
-  explicit Deadline(double timeout_s) : timeout_s_(timeout_s), begin_(Clock::now()) {}
-  bool expired() const {
-    return timeout_s_ > 0 &&
-           std::chrono::duration<double>(Clock::now() - begin_).count() > timeout_s_;
-  }
-  double timeout_s() const { return timeout_s_; }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  double timeout_s_;  // 0: never
-  Clock::time_point begin_;
-};
 
 struct NcclApi {
   explicit NcclApi(const std::string& path);
@@ -66,8 +51,7 @@ class NcclComm {
   // communicator is gone then.
   void join(const std::string& unique_id, std::int64_t rank, std::int64_t num_ranks,
             const Deadline& deadline);
-  void split_off(void* parent, std::int64_t rank, std::int64_t num_ranks,
-                 const Deadline& deadline);
+  void split_off(void* parent, std::int64_t rank, std::int64_t num_ranks, const Deadline& deadline);
   ncclWindow_t register_window(void* memory, std::size_t num_bytes, const Deadline& deadline);
 
   void deregister_window(ncclWindow_t window);  // waits for nobody; no error to report

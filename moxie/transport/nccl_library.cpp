@@ -18,10 +18,21 @@ namespace {
 constexpr const char* kFileName = "libnccl.so.2";
 // What a World calls, beside ncclGetVersion.
 constexpr std::array kFunctions = {
-    "ncclGetUniqueId",  "ncclGetErrorString",     "ncclGetLastError",         "ncclCommInitRankConfig",
-    "ncclCommSplit",    "ncclCommGetAsyncError",  "ncclCommAbort",            "ncclCommCount",
-    "ncclCommUserRank", "ncclCommCuDevice",       "ncclMemAlloc",             "ncclMemFree",
-    "ncclTeamLsa",      "ncclCommWindowRegister", "ncclCommWindowDeregister",
+    "ncclGetUniqueId",
+    "ncclGetErrorString",
+    "ncclGetLastError",
+    "ncclCommInitRankConfig",
+    "ncclCommSplit",
+    "ncclCommGetAsyncError",
+    "ncclCommAbort",
+    "ncclCommCount",
+    "ncclCommUserRank",
+    "ncclCommCuDevice",
+    "ncclMemAlloc",
+    "ncclMemFree",
+    "ncclTeamLsa",
+    "ncclCommWindowRegister",
+    "ncclCommWindowDeregister",
 };
 
 std::string real_file(const std::string& file) {
@@ -66,20 +77,20 @@ Candidate find(const std::string& option) {
   c.handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (c.handle == nullptr) {
     const char* reason = dlerror();
-    c.report.problem =
-        fmt::format("NCCL cannot be loaded: {}; install NCCL {} or newer, or name its file in "
-                    "MOXIE_NCCL_LIBRARY",
-                    reason == nullptr ? file : reason, nccl_words(kNeededNccl));
+    c.report.problem = fmt::format(
+        "NCCL cannot be loaded: {}; install NCCL {} or newer, or name its file in "
+        "MOXIE_NCCL_LIBRARY",
+        reason == nullptr ? file : reason, nccl_words(kNeededNccl));
     return c;
   }
   void* version_function = dlsym(c.handle, "ncclGetVersion");
   c.report.path = version_function != nullptr ? file_of(version_function) : file;
   c.report.version = version_of(c.handle);
   if (c.report.version < kNeededNccl) {
-    c.report.problem = fmt::format(
-        "NCCL at {} is version {}, must be {} or newer; nearest legal value {}", c.report.path,
-        c.report.version == 0 ? "unknown" : nccl_words(c.report.version), nccl_words(kNeededNccl),
-        nccl_words(kNeededNccl));
+    c.report.problem =
+        fmt::format("NCCL at {} is version {}, must be {} or newer; nearest legal value {}",
+                    c.report.path, c.report.version == 0 ? "unknown" : nccl_words(c.report.version),
+                    nccl_words(kNeededNccl), nccl_words(kNeededNccl));
     return c;
   }
   std::vector<const char*> needed(kFunctions.begin(), kFunctions.end());

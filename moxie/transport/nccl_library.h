@@ -1,6 +1,6 @@
-// NCCL as a library that is looked for when it is needed: nothing here is linked, so one build serves
-// machines with and without it. A process must hold one NCCL only: where one is loaded already (by
-// PyTorch, say), that one is used.
+// NCCL as a library that is looked for when it is needed: nothing here is linked, so one build
+// serves machines with and without it. A process must hold one NCCL only: where one is loaded
+// already (by PyTorch, say), that one is used.
 #pragma once
 #include <string>
 #include <vector>
@@ -16,8 +16,8 @@ std::string nccl_words(int version);  // 22809: "2.28.9"
 class NcclLibrary {
  public:
   // The library at `path`; empty: MOXIE_NCCL_LIBRARY, else the one that is loaded already, else
-  // libnccl.so.2 where the loader finds it. It stays loaded. Throws Error(unavailable) when there is
-  // none, when it is older than needed or lacks a function, and when the process would hold two.
+  // libnccl.so.2 where the loader finds it. It stays loaded. Throws Error(unavailable) when there
+  // is none, when it is older than needed or lacks a function, and when the process would hold two.
   static NcclLibrary load(const std::string& path = "");
 
   const std::string& path() const { return path_; }

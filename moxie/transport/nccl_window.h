@@ -17,11 +17,11 @@ inline constexpr std::size_t kNcclIdBytes = 128;
 
 struct NcclRankOptions {
   std::int64_t rank = 0, num_ranks = 1;
-  std::string unique_id;   // kNcclIdBytes, the same on every rank; empty with `comm`
-  void* comm = nullptr;    // ncclComm_t of exactly these ranks; a communicator is split off it
+  std::string unique_id;  // kNcclIdBytes, the same on every rank; empty with `comm`
+  void* comm = nullptr;   // ncclComm_t of exactly these ranks; a communicator is split off it
   int device = 0;
-  std::string library;     // NcclLibrary::load
-  std::string description; // must be the same on every rank
+  std::string library;      // NcclLibrary::load
+  std::string description;  // must be the same on every rank
   double timeout_s = 300;
 };
 

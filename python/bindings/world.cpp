@@ -47,10 +47,10 @@ WorldPtr make_cuda(std::int64_t num_ranks, double timeout_s, bool validate_finit
 // NCCL's file where nobody says which: that of the package nvidia.nccl, which PyTorch brings along
 // and loads, too. Empty: what is loaded already, or what the loader finds.
 std::string nccl_file(const std::string& library) {
-  if (!nccl_library_file(library).empty() || !transport::loaded_nccl_files().empty()) return library;
+  if (!nccl_library_file(library).empty() || !transport::loaded_nccl_files().empty())
+    return library;
   try {
-    const nb::object spec =
-        nb::module_::import_("importlib.util").attr("find_spec")("nvidia.nccl");
+    const nb::object spec = nb::module_::import_("importlib.util").attr("find_spec")("nvidia.nccl");
     if (spec.is_none()) return library;
     for (const nb::handle folder : spec.attr("submodule_search_locations")) {
       const std::string file = nb::cast<std::string>(nb::str(folder)) + "/lib/libnccl.so.2";
@@ -161,22 +161,23 @@ void bind_world(nb::module_& m) {
                   "devices: one per rank, a device named twice holds virtual ranks; empty: rank r "
                   "on device r mod count. Raises UnavailableError in a build without CUDA "
                   "(`has_cuda`).")
-      .def_static("nccl", &make_nccl, nb::kw_only(), nb::arg("rank"), nb::arg("num_ranks"),
-                  nb::arg("unique_id") = nb::none(), nb::arg("comm") = 0, nb::arg("device") = -1,
-                  nb::arg("timeout_s") = 300.0, nb::arg("reserve_sms") = kReserveBesidePeers,
-                  nb::arg("cluster_size") = 0, nb::arg("faults") = FaultInjection{},
-                  nb::arg("library") = "",
-                  "One GPU and one process (or thread) per rank, over NCCL.\n\n"
-                  "unique_id: bytes of nccl_unique_id() of one rank, brought to all, for one World; "
-                  "or comm: an ncclComm_t, as an integer, of exactly these ranks. device: -1 is the "
-                  "current GPU. reserve_sms: SMs left to kernels of other libraries that wait for "
-                  "their peers; 0 where none run beside a pass. library: NCCL's file; empty: "
-                  "MOXIE_NCCL_LIBRARY, else the one that is loaded, else that of the package "
-                  "nvidia.nccl, else libnccl.so.2. It, Layer() and reset() wait until all ranks "
-                  "have called them; the lists of a pass have one entry, this rank's. Raises "
-                  "WaitTimeoutError when a rank does not come within timeout_s, "
-                  "InvalidArgumentError when ranks disagree, UnavailableError without CUDA, GPU or "
-                  "NCCL 2.28, or when the ranks do not share one NVLink domain.")
+      .def_static(
+          "nccl", &make_nccl, nb::kw_only(), nb::arg("rank"), nb::arg("num_ranks"),
+          nb::arg("unique_id") = nb::none(), nb::arg("comm") = 0, nb::arg("device") = -1,
+          nb::arg("timeout_s") = 300.0, nb::arg("reserve_sms") = kReserveBesidePeers,
+          nb::arg("cluster_size") = 0, nb::arg("faults") = FaultInjection{},
+          nb::arg("library") = "",
+          "One GPU and one process (or thread) per rank, over NCCL.\n\n"
+          "unique_id: bytes of nccl_unique_id() of one rank, brought to all, for one World; "
+          "or comm: an ncclComm_t, as an integer, of exactly these ranks. device: -1 is the "
+          "current GPU. reserve_sms: SMs left to kernels of other libraries that wait for "
+          "their peers; 0 where none run beside a pass. library: NCCL's file; empty: "
+          "MOXIE_NCCL_LIBRARY, else the one that is loaded, else that of the package "
+          "nvidia.nccl, else libnccl.so.2. It, Layer() and reset() wait until all ranks "
+          "have called them; the lists of a pass have one entry, this rank's. Raises "
+          "WaitTimeoutError when a rank does not come within timeout_s, "
+          "InvalidArgumentError when ranks disagree, UnavailableError without CUDA, GPU or "
+          "NCCL 2.28, or when the ranks do not share one NVLink domain.")
       .def_prop_ro("num_ranks",
                    [](WorldHandle& w) { return w.open("World.num_ranks").num_ranks(); })
       .def_prop_ro(

@@ -87,7 +87,8 @@ class RankProcess {
     pipe_ = ends[0];
   }
   RankProcess(RankProcess&& other) noexcept
-      : pid_(std::exchange(other.pid_, -1)), pipe_(std::exchange(other.pipe_, -1)),
+      : pid_(std::exchange(other.pid_, -1)),
+        pipe_(std::exchange(other.pipe_, -1)),
         heard_(std::move(other.heard_)) {}
   ~RankProcess() {
     kill();

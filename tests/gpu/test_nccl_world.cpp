@@ -17,7 +17,7 @@
 namespace moxie::test {
 namespace {
 
-#define MOXIE_NEEDS_NCCL()                                                       \
+#define MOXIE_NEEDS_NCCL()                                                         \
   if (const auto nccl = ::moxie::transport::examine_nccl(); !nccl.problem.empty()) \
   GTEST_SKIP() << nccl.problem << ": nothing was tested"
 #define MOXIE_NEEDS_TWO_NCCL_RANKS() \
@@ -28,8 +28,8 @@ constexpr double kPatience_s = 120;  // of this test for a rank
 
 CaseSpec spec_of(std::int64_t num_ranks, std::int64_t hidden = 512) {
   CaseSpec spec;
-  spec.problem = with_all_parts(
-      small_problem(num_ranks, 9, 3, hidden, 256, DType::bf16), ActivationKind::swiglu);
+  spec.problem = with_all_parts(small_problem(num_ranks, 9, 3, hidden, 256, DType::bf16),
+                                ActivationKind::swiglu);
   spec.problem.max_tokens = 300;
   spec.tokens.assign(static_cast<std::size_t>(num_ranks), 80);
   spec.tokens[0] = 300;
@@ -67,8 +67,8 @@ class RankCase {
  public:
   RankCase(const LayerCase& c, std::int64_t rank)
       : rank_(static_cast<std::size_t>(rank)),
-        device_case_(c, std::vector<int>(static_cast<std::size_t>(c.num_ranks()),
-                                         static_cast<int>(rank))) {}
+        device_case_(
+            c, std::vector<int>(static_cast<std::size_t>(c.num_ranks()), static_cast<int>(rank))) {}
   std::span<const ForwardInput> inputs() const { return {&device_case_.inputs()[rank_], 1}; }
   std::span<const ForwardOutput> outputs() const { return {&device_case_.outputs()[rank_], 1}; }
   std::string run(World& world, Layer& layer, bool save = false) {
@@ -344,9 +344,11 @@ std::string closes(const ChildRank& me) {
 // a side stream, and a World with the default reserve, made from their communicator.
 std::string beside_all_reduce(const ChildRank& me) {
   const auto library = transport::NcclLibrary::load();
-  const auto init = reinterpret_cast<decltype(&ncclCommInitRank)>(library.symbol("ncclCommInitRank"));
+  const auto init =
+      reinterpret_cast<decltype(&ncclCommInitRank)>(library.symbol("ncclCommInitRank"));
   const auto reduce = reinterpret_cast<decltype(&ncclAllReduce)>(library.symbol("ncclAllReduce"));
-  const auto destroy = reinterpret_cast<decltype(&ncclCommDestroy)>(library.symbol("ncclCommDestroy"));
+  const auto destroy =
+      reinterpret_cast<decltype(&ncclCommDestroy)>(library.symbol("ncclCommDestroy"));
   const LayerCase c(spec_of(me.num_ranks), me.seed);
   RankCase mine(c, me.rank);
   cudaSetDevice(static_cast<int>(me.rank));
@@ -417,8 +419,8 @@ std::vector<std::string> run_ranks(const std::string& program, std::int64_t num_
 }
 void expect_words(const std::string& text, const std::vector<std::string>& words) {
   for (const std::string& word : words)
-    EXPECT_NE(text.find(word), std::string::npos) << "'" << word << "' is not in: "
-                                                  << text.substr(0, 2000);
+    EXPECT_NE(text.find(word), std::string::npos)
+        << "'" << word << "' is not in: " << text.substr(0, 2000);
 }
 void expect_bits(const std::string& got, const std::string& want, std::size_t rank) {
   EXPECT_TRUE(got == want) << "rank " << rank << ": "
@@ -467,10 +469,10 @@ TEST(NcclWorld, threads_give_the_bits_of_one_process) {
 TEST(NcclWorld, ranks_must_make_the_same_layers) {
   MOXIE_NEEDS_TWO_NCCL_RANKS();
   for (const std::string& words : run_ranks("mismatched", 2, test_seed())) {
-    expect_words(words, {"same made", "top_k invalid_argument: the layer of rank 1 is",
-                         "must be the same on every rank", "hidden is 100",
-                         "plan invalid_argument", "push saves x invalid_plan",
-                         "order invalid_argument: rank", "again made"});
+    expect_words(words,
+                 {"same made", "top_k invalid_argument: the layer of rank 1 is",
+                  "must be the same on every rank", "hidden is 100", "plan invalid_argument",
+                  "push saves x invalid_plan", "order invalid_argument: rank", "again made"});
   }
   const auto words = run_ranks("one_cannot", 2, test_seed());
   expect_words(words[0], {"unavailable: rank 1 cannot make the layer", "reserve_sms is 4096"});
@@ -529,8 +531,9 @@ TEST_P(KilledRank, is_reported_and_leaves_nothing) {
 TEST(NcclWorld, ranks_that_do_not_come_together) {
   MOXIE_NEEDS_TWO_NCCL_RANKS();
   RankProcess alone("comes_alone", 0, 2, nccl_unique_id(), test_seed());
-  expect_words(alone.finish(kPatience_s),
-               {"timeout: not all 2 ranks came to World::nccl within 2 s (rank 0 waited)", "; soon"});
+  expect_words(
+      alone.finish(kPatience_s),
+      {"timeout: not all 2 ranks came to World::nccl within 2 s (rank 0 waited)", "; soon"});
   for (const std::string& words : run_ranks("same_rank", 2, test_seed())) {
     expect_words(words, {"; soon"});
     EXPECT_EQ(words.find("no error"), std::string::npos) << words;
@@ -542,7 +545,8 @@ TEST(NcclWorld, ranks_that_do_not_come_together) {
 TEST(NcclWorld, a_rank_that_closes_is_missed_at_once) {
   MOXIE_NEEDS_TWO_NCCL_RANKS();
   const auto words = run_ranks("closes", 2, test_seed());
-  expect_words(words[0], {"timeout: rank 1 did not come to Layer(): it has closed its World", "; soon"});
+  expect_words(words[0],
+               {"timeout: rank 1 did not come to Layer(): it has closed its World", "; soon"});
   EXPECT_EQ(words[1], "closed");
 }
 
@@ -560,13 +564,18 @@ TEST(NcclWorld, passes_beside_all_reduces) {
 
 std::map<std::string, RankProgram>& rank_programs() {
   static std::map<std::string, RankProgram> programs = {
-      {"passes", passes},           {"mismatched", mismatched},
-      {"one_cannot", one_cannot},   {"bad_route", bad_route},
-      {"until_lost", until_lost},   {"late", late},
-      {"comes_alone", comes_alone}, {"same_rank", same_rank},
-      {"same_gpu", same_gpu},       {"closes", closes},
+    {"passes", passes},
+    {"mismatched", mismatched},
+    {"one_cannot", one_cannot},
+    {"bad_route", bad_route},
+    {"until_lost", until_lost},
+    {"late", late},
+    {"comes_alone", comes_alone},
+    {"same_rank", same_rank},
+    {"same_gpu", same_gpu},
+    {"closes", closes},
 #if __has_include(<nccl.h>)
-      {"beside_all_reduce", beside_all_reduce},
+    {"beside_all_reduce", beside_all_reduce},
 #endif
   };
   return programs;

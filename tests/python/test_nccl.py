@@ -1,5 +1,5 @@
-"""Ranks with a process and a GPU each, over NCCL. Skips without two GPUs, without PyTorch or NCCL, or where the package was
-built without CUDA; run by hand: pytest tests/python/test_nccl.py"""
+"""Ranks with a process and a GPU each, over NCCL. Skips without two GPUs, without PyTorch or NCCL, or where the package
+was built without CUDA; run by hand: pytest tests/python/test_nccl.py"""
 
 import multiprocessing
 import os
