@@ -110,6 +110,7 @@ TEST(NcclLibrary, WhatCannotServeIsRefused) {
 
 TEST(NcclWorld, OptionsAreCheckedFirst) {
   const std::string id(128, 'x');
+  int somebody = 0;
   const auto nccl = [](std::int64_t num_ranks, const NcclOptions& options) {
     World::nccl({.num_ranks = num_ranks, .timeout_s = 1}, options);
   };
@@ -125,7 +126,7 @@ TEST(NcclWorld, OptionsAreCheckedFirst) {
                {"unique_id of a NCCL world has 5 bytes", "must have 128", "nccl_unique_id()"},
                [&] { nccl(2, {.unique_id = "short"}); });
   expect_error(ErrorCode::invalid_argument, {"unique_id and comm", "must be one of them"},
-               [&] { nccl(2, {.unique_id = id, .comm = &nccl}); });
+               [&] { nccl(2, {.unique_id = id, .comm = &somebody}); });
 }
 
 // Without CUDA in the build, or without a GPU in the machine: one sentence.

@@ -145,6 +145,7 @@ bool CudaBackend::stopped() const {
 
 CudaBackend::~CudaBackend() {
   for (const DeviceGroup& group : groups_) {
+    transport::on_device(group.device, [] { cudaDeviceSynchronize(); });  // the last pass
     if (group.stream != nullptr) cudaStreamDestroy(group.stream);
     if (group.event != nullptr) cudaEventDestroy(group.event);
   }
