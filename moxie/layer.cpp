@@ -203,14 +203,19 @@ World World::cuda(const WorldOptions& options, [[maybe_unused]] const CudaOption
 
 #if !MOXIE_HAS_NCCL
 [[noreturn]] static void refuse_nccl(const char* what) {
+#if MOXIE_HAS_CUDA
+  constexpr const char* kMissing = "NCCL's headers";
+#else
+  constexpr const char* kMissing = "CUDA";
+#endif
   throw Error(ErrorCode::unavailable,
               fmt::format("{} was called on a build without {}; configure with -DMOXIE_CUDA=ON "
-                          "(preset cuda) where NCCL {} or newer has its headers, or use "
+                          "(preset cuda) where the headers of NCCL 2.28 or newer are, or use "
                           "World::cpu_process",
-                          what, MOXIE_HAS_CUDA ? "NCCL's headers" : "CUDA", "2.28"));
+                          what, kMissing));
 }
 #endif
-constexpr std::size_t kNcclIdBytes = 128;
+static constexpr std::size_t kNcclIdBytes = 128;
 World World::nccl(const WorldOptions& options, const NcclOptions& nccl) {
   check_world("NCCL", options, 64);
   if (nccl.rank < 0 || nccl.rank >= options.num_ranks) {

@@ -81,14 +81,16 @@ void NcclComm::abort() {
 // Waits until a nonblocking call has done its work. `late`: what to say when its time is up.
 void NcclComm::finish(ncclResult_t result, const std::string& call, const std::string& late,
                       const Deadline& deadline) {
+  // Some calls say success while their work has only begun (ncclCommWindowRegister of 2.28).
+  if (result == ncclSuccess) result = ncclInProgress;
   while (result == ncclInProgress && comm_ != nullptr) {
     if (deadline.expired()) {
       abort();
       throw Error(ErrorCode::timeout, late);
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(500));
     const ncclResult_t asked = api_.comm_get_async_error(comm_, &result);
     if (asked != ncclSuccess) result = asked;
+    if (result == ncclInProgress) std::this_thread::sleep_for(std::chrono::microseconds(500));
   }
   if (result == ncclSuccess) return;
   const std::string words = api_.words(result, comm_);
@@ -135,7 +137,6 @@ void NcclComm::split_off(void* parent, std::int64_t rank, std::int64_t num_ranks
     const ncclResult_t asked = api_.comm_get_async_error(comm, &result);
     if (asked != ncclSuccess) result = asked;
   }
-  if (result == ncclSuccess && comm_ != nullptr) api_.comm_get_async_error(comm_, &result);
   finish(result, "ncclCommSplit",
          fmt::format("not all {} ranks came to World::nccl within {} s (rank {} waited)", num_ranks,
                      deadline.timeout_s(), rank),
