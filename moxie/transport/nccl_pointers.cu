@@ -15,8 +15,10 @@ __global__ void window_addresses_kernel(ncclWindow_t window, int num_ranks, void
 
 cudaError_t read_window_addresses(ncclWindow_t window, int num_ranks, void** addresses,
                                   cudaStream_t stream) {
-  window_addresses_kernel<<<1, 32, 0, stream>>>(window, num_ranks, addresses);
-  return cudaGetLastError();
+  void* arguments[] = {&window, &num_ranks, &addresses};
+  // Not <<<>>> and cudaGetLastError: that may be an error of the caller's, from long before.
+  return cudaLaunchKernel(reinterpret_cast<const void*>(window_addresses_kernel), dim3(1), dim3(32),
+                          arguments, 0, stream);
 }
 
 }  // namespace moxie::transport

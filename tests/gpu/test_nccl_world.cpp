@@ -71,11 +71,12 @@ class RankCase {
             c, std::vector<int>(static_cast<std::size_t>(c.num_ranks()), static_cast<int>(rank))) {}
   std::span<const ForwardInput> inputs() const { return {&device_case_.inputs()[rank_], 1}; }
   std::span<const ForwardOutput> outputs() const { return {&device_case_.outputs()[rank_], 1}; }
+  // Called, as everything of the library, with another GPU current than the rank's.
   std::string run(World& world, Layer& layer, bool save = false) {
+    EXPECT_EQ(cudaSetDevice(static_cast<int>(rank_)), cudaSuccess);
     device_case_.poison_outputs();
-    cudaSetDevice(static_cast<int>(rank_));
-    cudaDeviceSynchronize();
-    cudaSetDevice(0);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
     if (save) {
       const Context context = layer.forward(inputs(), outputs());
       world.synchronize();
@@ -296,6 +297,26 @@ std::string comes_alone(const ChildRank& me) {
   }
 }
 
+// A group inside the job: a World of this rank alone beside the World of all, with another id.
+std::string group_inside(const ChildRank& me) {
+  const LayerCase all(spec_of(me.num_ranks), me.seed), alone(spec_of(1), me.seed);
+  World world = make_world(me);
+  NcclOptions nccl;
+  nccl.unique_id = nccl_unique_id();
+  nccl.device = static_cast<int>(me.rank);
+  World group = World::nccl(cuda_options(1), nccl);
+  Layer layer(world, all.problem(), Plan{}), group_layer(group, alone.problem(), Plan{});
+  RankCase mine(all, me.rank);
+  DeviceCase group_case(alone, {static_cast<int>(me.rank)});
+  const std::string y = mine.run(world, layer);
+  const PassOutputs first = group_case.run(group, group_layer);
+  for (int i = 0; i < 3; ++i) {
+    if (mine.run(world, layer) != y) return "other bits of all ranks";
+    if (!same_bits(first, group_case.run(group, group_layer))) return "other bits of the group";
+  }
+  return y;
+}
+
 // Two processes say that they are the same rank.
 std::string same_rank(const ChildRank& me) {
   const double begin = now_s();
@@ -466,6 +487,14 @@ TEST(NcclWorld, threads_give_the_bits_of_one_process) {
   for (std::size_t r = 0; r < 2; ++r) expect_bits(words[r], bytes_of(want, r), r);
 }
 
+TEST(NcclWorld, a_group_inside_a_larger_job) {
+  MOXIE_NEEDS_TWO_NCCL_RANKS();
+  const LayerCase c(spec_of(2), test_seed());
+  const PassOutputs want = DeviceCase(c).run_alone();
+  const auto words = run_ranks("group_inside", 2, test_seed());
+  for (std::size_t r = 0; r < 2; ++r) expect_bits(words[r], bytes_of(want, r), r);
+}
+
 TEST(NcclWorld, ranks_must_make_the_same_layers) {
   MOXIE_NEEDS_TWO_NCCL_RANKS();
   for (const std::string& words : run_ranks("mismatched", 2, test_seed())) {
@@ -574,6 +603,7 @@ std::map<std::string, RankProgram>& rank_programs() {
     {"same_rank", same_rank},
     {"same_gpu", same_gpu},
     {"closes", closes},
+    {"group_inside", group_inside},
 #if __has_include(<nccl.h>)
     {"beside_all_reduce", beside_all_reduce},
 #endif
