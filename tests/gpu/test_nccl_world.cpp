@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "moxie/transport/nccl_library.h"
-#include "tests/gpu/device_case.h"
+#include "tests/gpu/backward_case.h"
 #include "tests/gpu/rank_processes.h"
 #include "tests/support/expect_error.h"
 
@@ -126,6 +126,54 @@ std::string passes(const ChildRank& me) {
     if (mine.run(world, small_layer) != first) return "other bits beside a larger layer";
     if (my_big.run(world, big_layer) != first_big) return "other bits of the larger layer";
     if (i == 1) world.reset();
+  }
+  return first;
+}
+
+std::string bytes_of_pass(const RankOutputs& rank) {
+  std::string all;
+  const auto append = [&](const OwnedTensor& tensor) {
+    const auto bytes = tensor.bytes();
+    all.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  };
+  append(rank.y);
+  append(rank.dx);
+  append(rank.d_route_weights);
+  for (const OwnedTensor& grad : rank.grads) append(grad);
+  return all;
+}
+
+// Forward and backward, in plans whose backward differs, with shuffled timing: all alike.
+std::string gradients(const ChildRank& me) {
+  const LayerCase c(spec_of(me.num_ranks), me.seed);
+  World world = make_world(me);
+  const auto own = static_cast<std::size_t>(me.rank);
+  const auto device = static_cast<int>(me.rank);
+  BackwardCase mine(c, std::vector<int>(static_cast<std::size_t>(me.num_ranks), device));
+  std::vector<Plan> plans(4);
+  plans[1].chunk_blocks = 1, plans[1].backward_ring_blocks = 2;
+  plans[2].save = SavePolicy::z_and_x;
+  plans[3].dispatch = DispatchMode::push;
+  std::string first;
+  WorldOptions options = cuda_options(me.num_ranks);
+  for (const Plan& plan : plans) {
+    Layer layer(world, c.problem(), plan);
+    Context context = layer.make_context();
+    for (std::uint64_t i = 0; i < 6; ++i) {
+      options.faults.shuffle_seed = i % 2 == 0 ? 0 : me.seed + i;
+      world.set_faults(options.faults);
+      cudaSetDevice(device);
+      mine.poison_outputs();
+      cudaDeviceSynchronize();
+      cudaSetDevice(0);
+      const std::vector<BackwardOutput> outputs = mine.outputs();
+      layer.forward({&mine.forward_inputs()[own], 1}, {&mine.forward_outputs()[own], 1}, context);
+      layer.backward(context, {&mine.inputs()[own], 1}, {&outputs[own], 1});
+      world.synchronize();
+      const std::string got = bytes_of_pass(mine.download().ranks[own]);
+      if (first.empty()) first = got;
+      if (got != first) return "other bits with " + to_string(plan) + ", pass " + std::to_string(i);
+    }
   }
   return first;
 }
@@ -487,6 +535,15 @@ TEST(NcclWorld, threads_give_the_bits_of_one_process) {
   for (std::size_t r = 0; r < 2; ++r) expect_bits(words[r], bytes_of(want, r), r);
 }
 
+TEST(NcclWorld, gradients_are_those_of_one_process) {
+  MOXIE_NEEDS_TWO_NCCL_RANKS();
+  const LayerCase c(spec_of(2), test_seed());
+  const PassOutputs want = BackwardCase(c).run_alone();
+  expect_close(c, reference_of(c), want);
+  const auto words = run_ranks("gradients", 2, test_seed());
+  for (std::size_t r = 0; r < 2; ++r) expect_bits(words[r], bytes_of_pass(want.ranks[r]), r);
+}
+
 TEST(NcclWorld, a_group_inside_a_larger_job) {
   MOXIE_NEEDS_TWO_NCCL_RANKS();
   const LayerCase c(spec_of(2), test_seed());
@@ -604,6 +661,7 @@ std::map<std::string, RankProgram>& rank_programs() {
     {"same_gpu", same_gpu},
     {"closes", closes},
     {"group_inside", group_inside},
+    {"gradients", gradients},
 #if __has_include(<nccl.h>)
     {"beside_all_reduce", beside_all_reduce},
 #endif
