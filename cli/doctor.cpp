@@ -143,7 +143,7 @@ Verb add_doctor(CLI::App& app) {
             if (!record->empty()) return record_device(*record);
             std::vector<Finding> findings = examine();
             const GpuMachineInfo gpus = examine_gpus();
-            const NcclInfo nccl = examine_nccl();
+            const transport::NcclReport nccl = transport::examine_nccl();
             add_gpu_findings(gpus, nccl, findings);
             *json ? fmt::print("{}", to_text(to_json(findings, gpus_json(gpus, nccl))))
                   : print_table(findings);

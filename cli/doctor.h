@@ -5,6 +5,7 @@
 
 #include "cli/gpus.h"
 #include "cli/json.h"
+#include "moxie/transport/nccl_library.h"
 
 namespace moxie::cli {
 
@@ -16,11 +17,11 @@ struct Finding {
 };
 
 // Driver, runtime, NVML, each GPU, peer access, NVLink, NCCL.
-void add_gpu_findings(const GpuMachineInfo& machine, const NcclInfo& nccl,
+void add_gpu_findings(const GpuMachineInfo& machine, const transport::NcclReport& nccl,
                       std::vector<Finding>& findings);
 // Measures a device record on GPU 0 (and its link to GPU 1) into `file`; the exit code. Throws
 // Failure where there is no GPU or no CUDA.
 int record_device(const std::string& file);
-Json gpus_json(const GpuMachineInfo& machine, const NcclInfo& nccl);
+Json gpus_json(const GpuMachineInfo& machine, const transport::NcclReport& nccl);
 
 }  // namespace moxie::cli

@@ -9,6 +9,10 @@
 #include "cli/doctor.h"
 
 namespace moxie::cli {
+
+using transport::nccl_words;
+using transport::NcclReport;
+
 namespace {
 
 constexpr const char* kNoGpuPasses = "`moxie run --backend cuda` and World::cuda are refused";
@@ -88,14 +92,12 @@ void add_nvlinks(const GpuMachineInfo& machine, std::vector<Finding>& findings) 
       "rows travel over PCIe between GPUs without a link: many times slower");
 }
 
-void add_nccl(const NcclInfo& nccl, std::vector<Finding>& findings) {
-  const std::string needed = nccl_words(kNeededNccl);
-  add(findings, "NCCL", nccl.found && nccl.version >= kNeededNccl,
-      !nccl.found ? "libnccl.so.2 is not on the library path"
-                  : fmt::format("{}, {} or newer needed", nccl_words(nccl.version), needed),
-      fmt::format("no ranks in several processes, which need {} (not built yet in any case); the "
-                  "NCCL baseline of `moxie bench layer` uses the one that PyTorch brings",
-                  needed));
+void add_nccl(const NcclReport& nccl, std::vector<Finding>& findings) {
+  const std::string found =
+      nccl.path.empty() ? "" : fmt::format("{} at {}", nccl_words(nccl.version), nccl.path);
+  add(findings, "NCCL", nccl.problem.empty(), nccl.problem.empty() ? found : nccl.problem,
+      "World::nccl (ranks in several processes with GPUs) is refused; the NCCL baseline of `moxie "
+      "bench layer` uses the one that PyTorch brings");
 }
 
 template <class Value>
@@ -105,7 +107,7 @@ Json or_null(const std::optional<Value>& value) {
 
 }  // namespace
 
-void add_gpu_findings(const GpuMachineInfo& machine, const NcclInfo& nccl,
+void add_gpu_findings(const GpuMachineInfo& machine, const NcclReport& nccl,
                       std::vector<Finding>& findings) {
   add(findings, "CUDA backend", built_with_cuda(),
       built_with_cuda() ? fmt::format("built with CUDA {}: forward and backward",
@@ -133,7 +135,7 @@ void add_gpu_findings(const GpuMachineInfo& machine, const NcclInfo& nccl,
   add_nccl(nccl, findings);
 }
 
-Json gpus_json(const GpuMachineInfo& machine, const NcclInfo& nccl) {
+Json gpus_json(const GpuMachineInfo& machine, const NcclReport& nccl) {
   Json gpus = Json::array();
   for (const GpuInfo& gpu : machine.gpus) {
     gpus.push_back({{"name", gpu.name},
@@ -159,8 +161,10 @@ Json gpus_json(const GpuMachineInfo& machine, const NcclInfo& nccl) {
       {"nvml", machine.nvml},
       {"gpus", gpus},
       {"peer_access", machine.peer_access.empty() ? Json() : Json(machine.peer_access)},
-      {"nccl", nccl.found ? Json(nccl_words(nccl.version)) : Json()},
-      {"nccl_needed", nccl_words(kNeededNccl)}};
+      {"nccl", nccl.version != 0 ? Json(nccl_words(nccl.version)) : Json()},
+      {"nccl_file", nccl.path.empty() ? Json() : Json(nccl.path)},
+      {"nccl_problem", nccl.problem.empty() ? Json() : Json(nccl.problem)},
+      {"nccl_needed", nccl_words(transport::kNeededNccl)}};
 }
 
 }  // namespace moxie::cli

@@ -1,5 +1,5 @@
-// NVML and NCCL are opened by name: neither is needed to build or to start this program. Only the
-// few functions used here are declared; their forms are those of nvml.h and nccl.h.
+// NVML is opened by name: it is not needed to build or to start this program. Only the few
+// functions used here are declared; their forms are those of nvml.h.
 #include "cli/gpus.h"
 
 #include <dlfcn.h>
@@ -195,20 +195,6 @@ GpuMachineInfo examine_gpus() {
   describe_by_runtime(machine);
 #endif
   return machine;
-}
-
-NcclInfo examine_nccl() {
-  NcclInfo nccl;
-  const Library library(dlopen("libnccl.so.2", RTLD_LAZY));
-  if (!library) return nccl;
-  nccl.found = true;
-  if (auto* version = reinterpret_cast<int (*)(int*)>(dlsym(library.get(), "ncclGetVersion")))
-    version(&nccl.version);
-  return nccl;
-}
-
-std::string nccl_words(int version) {
-  return fmt::format("{}.{}.{}", version / 10000, version % 10000 / 100, version % 100);
 }
 
 }  // namespace moxie::cli

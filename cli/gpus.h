@@ -31,12 +31,4 @@ struct GpuMachineInfo {
 };
 GpuMachineInfo examine_gpus();
 
-struct NcclInfo {
-  bool found = false;
-  int version = 0;  // 22809 is 2.28.9
-};
-NcclInfo examine_nccl();
-inline constexpr int kNeededNccl = 22800;
-std::string nccl_words(int version);
-
 }  // namespace moxie::cli

@@ -67,10 +67,19 @@ class Backend {
   std::atomic<bool> pass_running{false};
 };
 
+// Everything that the ranks of a layer must agree on, as words that a sentence can show.
+std::string layer_words(const Problem& problem, const Plan& plan);
+// Where ranks are processes: throws when `words`, one of each rank, are not all alike, and when the
+// plan needs what a peer cannot reach.
+void check_same_layer(const std::vector<std::string>& words, const Plan& plan);
+
 std::unique_ptr<Backend> make_cpu_backend(const WorldOptions& options);
 std::unique_ptr<Backend> make_cpu_process_backend(const WorldOptions& options,
                                                   const ProcessOptions& process);
 std::unique_ptr<Backend> make_cuda_backend(const WorldOptions& options,
                                            const CudaOptions& cuda);  // with MOXIE_HAS_CUDA
+std::unique_ptr<Backend> make_nccl_backend(const WorldOptions& options,
+                                           const NcclOptions& nccl);  // with MOXIE_HAS_NCCL
+std::string make_nccl_unique_id(const std::string& library);          // likewise
 
 }  // namespace moxie

@@ -200,6 +200,49 @@ World World::cuda(const WorldOptions& options, [[maybe_unused]] const CudaOption
               "(preset cuda) or use World::cpu");
 #endif
 }
+
+#if !MOXIE_HAS_NCCL
+[[noreturn]] static void refuse_nccl(const char* what) {
+#if MOXIE_HAS_CUDA
+  constexpr const char* kMissing = "NCCL's headers";
+#else
+  constexpr const char* kMissing = "CUDA";
+#endif
+  throw Error(ErrorCode::unavailable,
+              fmt::format("{} was called on a build without {}; configure with -DMOXIE_CUDA=ON "
+                          "(preset cuda) where the headers of NCCL 2.28 or newer are, or use "
+                          "World::cpu_process",
+                          what, kMissing));
+}
+#endif
+static constexpr std::size_t kNcclIdBytes = 128;
+World World::nccl(const WorldOptions& options, const NcclOptions& nccl) {
+  check_world("NCCL", options, 64);
+  if (nccl.rank < 0 || nccl.rank >= options.num_ranks) {
+    fail(fmt::format("rank of a NCCL world is {}, must be between 0 and {}; nearest legal value {}",
+                     nccl.rank, options.num_ranks - 1, nccl.rank < 0 ? 0 : options.num_ranks - 1));
+  }
+  if (nccl.comm == nullptr && nccl.unique_id.size() != kNcclIdBytes) {
+    fail(
+        fmt::format("unique_id of a NCCL world has {} bytes, must have {}: those of "
+                    "nccl_unique_id(), from one rank to all",
+                    nccl.unique_id.size(), kNcclIdBytes));
+  }
+  if (nccl.comm != nullptr && !nccl.unique_id.empty())
+    fail("a NCCL world was given unique_id and comm, must be one of them");
+#if MOXIE_HAS_NCCL
+  return World(make_nccl_backend(options, nccl));
+#else
+  refuse_nccl("World::nccl");
+#endif
+}
+std::string nccl_unique_id([[maybe_unused]] const std::string& library) {
+#if MOXIE_HAS_NCCL
+  return make_nccl_unique_id(library);
+#else
+  refuse_nccl("nccl_unique_id");
+#endif
+}
 std::int64_t World::num_ranks() const { return backend_->num_ranks(); }
 RankRange World::local_ranks() const { return backend_->local_ranks(); }
 bool World::stopped() const { return backend_->stopped(); }

@@ -115,6 +115,29 @@ struct ProcessOptions {
   std::string name;  // the same on every rank, of no other world that is just being made
 };
 
+// SMs that a world of processes leaves free by default. Another library's kernel that waits for its
+// own peers (an all-reduce on another stream) may hold SMs of one GPU while our pass holds those of
+// another, and then both wait for ever. 32 is what NCCL's collectives take at most by default, one
+// SM for each of their CTAs. 0 is right where no such kernel runs beside a pass.
+inline constexpr std::int32_t kReserveBesidePeers = 32;
+
+// One rank of a world whose ranks each have a GPU and a process (or thread) of their own.
+struct NcclOptions {
+  std::int64_t rank = 0;
+  std::string unique_id = {};  // nccl_unique_id() of one rank, brought to all; serves one World
+  void* comm = nullptr;  // instead of an id: an ncclComm_t of exactly this World's ranks, in their
+                         // order; only needed while the World is made
+  int device = -1;       // -1: the current one
+  std::int32_t reserve_sms = kReserveBesidePeers;  // SMs left to other kernels
+  std::int32_t cluster_size = 0;                   // as in CudaOptions
+  std::string library = {};  // NCCL's file; empty: MOXIE_NCCL_LIBRARY, else the NCCL that the
+                             // process has loaded, else libnccl.so.2
+};
+
+// 128 bytes by which the ranks of one World find each other. Needs NCCL, but no GPU. The process
+// that called it must live until the World is made.
+std::string nccl_unique_id(const std::string& library = {});
+
 // Ranks whose tensors this process brings to a pass.
 struct RankRange {
   std::int64_t begin = 0, count = 0;
@@ -132,6 +155,12 @@ class World {
   // One kernel per GPU and pass. Tensors are device pointers; passes are enqueued and return at
   // once.
   static World cuda(const WorldOptions& options, const CudaOptions& cuda = {});
+  // The same with one GPU per rank, every rank in a process (or a thread) of its own; the GPUs are
+  // of one NVLink domain. The ranks find each other by an id from any of them, over a file or
+  // store of the caller's; several Worlds, of other ranks each, are sub-groups of a larger job.
+  // World(), Layer() and reset() wait until all ranks have called them, and throw on every rank
+  // when one does not come within timeout_s or brings something else.
+  static World nccl(const WorldOptions& options, const NcclOptions& nccl);
   World(World&&) noexcept;
   World& operator=(World&&) noexcept;
   ~World();

@@ -82,38 +82,12 @@ void CpuBackend::clear_signals() {
   stopped_ = false;
 }
 
-namespace {
-
-// Everything that the ranks of a layer must agree on, as words that a sentence can show.
-std::string layer_words(const Problem& p, const Plan& plan) {
-  return fmt::format(
-      "{} limit={} alpha={}; mode={} order={} dispatch={} combine={} slabs={} band={} lag={} "
-      "minibatch={} capacity={} x_ring={} hidden_ring={} chunk={} lag_chunks={} backward_ring={} "
-      "save={} saved_rows={}",
-      to_string(p), p.activation.limit, p.activation.alpha, name(plan.mode), name(plan.order),
-      name(plan.dispatch), name(plan.combine), plan.num_slabs, plan.band_blocks, plan.lag_bands,
-      plan.minibatch_blocks, plan.capacity_rows, plan.x_ring_blocks, plan.hidden_ring_blocks,
-      plan.chunk_blocks, plan.lag_chunks, plan.backward_ring_blocks, name(plan.save),
-      plan.saved_rows);
-}
-
-}  // namespace
-
 void CpuBackend::check_same_layer(const Problem& problem, const Plan& plan) {
-  const std::string own = layer_words(problem, plan);
-  const auto all = rendezvous_->all_gather("Layer()", own, {}, options_.timeout_s);
-  for (std::size_t r = 1; r < all.size(); ++r) {
-    if (all[r].text == all[0].text) continue;
-    throw Error(ErrorCode::invalid_argument,
-                fmt::format("the layer of rank {} is ({}), that of rank 0 is ({}); must be the "
-                            "same on every rank",
-                            r, all[r].text, all[0].text));
-  }
-  if (plan.dispatch == DispatchMode::push && plan.save == SavePolicy::z_and_x) {
-    throw Error(ErrorCode::invalid_plan,
-                "plan.save is z+x with plan.dispatch push, must be none or z where ranks are "
-                "processes: a peer cannot write into this one's context; nearest legal value z");
-  }
+  const auto all =
+      rendezvous_->all_gather("Layer()", layer_words(problem, plan), {}, options_.timeout_s);
+  std::vector<std::string> words;
+  for (const transport::Contribution& one : all) words.push_back(one.text);
+  moxie::check_same_layer(words, plan);
 }
 
 }  // namespace moxie::backend_cpu

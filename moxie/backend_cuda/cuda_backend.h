@@ -9,6 +9,7 @@
 #include "moxie/backend.h"
 #include "moxie/backend_cuda/cuda_memory.h"
 #include "moxie/backend_cuda/pass_params.h"
+#include "moxie/transport/gpu_ranks.h"
 
 namespace moxie::backend_cuda {
 
@@ -23,14 +24,23 @@ struct DeviceGroup {
 
 class CudaLayer;
 
+// The GPUs of the ranks of World::cuda, checked; one per rank.
+std::vector<int> choose_devices(const WorldOptions& options, const CudaOptions& cuda);
+// The GPU of a rank that has a process of its own; -1: the current one.
+int choose_device(const WorldOptions& options, int device);
+
 class CudaBackend final : public Backend {
  public:
-  CudaBackend(const WorldOptions& options, const CudaOptions& cuda);
+  // `devices`: of the ranks `local`, which `ranks` holds together with all others.
+  CudaBackend(const WorldOptions& options, const CudaOptions& cuda, std::vector<int> devices,
+              RankRange local, std::unique_ptr<transport::GpuRanks> ranks);
   ~CudaBackend() override;
 
   std::int64_t num_ranks() const override { return options_.num_ranks; }
+  RankRange local_ranks() const override { return local_; }
   const WorldOptions& options() const override { return options_; }
   std::unique_ptr<BackendLayer> make_layer(const Problem& problem, const Plan& plan) override;
+  void refuse_layer(const std::string& sentence) override;
   bool stopped() const override;
   void reset() override;
   void set_timeout(double seconds) override { options_.timeout_s = seconds; }
@@ -42,40 +52,62 @@ class CudaBackend final : public Backend {
 
   // For layers.
   const std::vector<DeviceGroup>& groups() const { return groups_; }
-  int device_of(std::int64_t rank) const { return devices_[static_cast<std::size_t>(rank)]; }
+  bool of_processes() const { return ranks_->of_processes(); }
+  const std::vector<std::int64_t>& ranks_here() const { return ranks_here_; }
+  std::size_t idx_here(std::int64_t rank) const {
+    return static_cast<std::size_t>(rank - local_.begin);
+  }
+  int device_of(std::int64_t rank) const { return devices_[idx_here(rank)]; }  // of this process
   const CudaOptions& cuda() const { return cuda_; }
   cudaStream_t stream() const { return stream_; }
-  std::byte* heap(std::int64_t rank) const { return heaps_[static_cast<std::size_t>(rank)].get(); }
-  std::uint32_t* abort_flag() const { return abort_flag_.as<std::uint32_t>(); }
+  std::byte* heap(std::int64_t rank) const { return heaps_->of(rank); }
+  std::uint32_t* abort_flag() const {
+    return reinterpret_cast<std::uint32_t*>(abort_words_->of(0));
+  }
+  // One for every rank; peers see them only where they write there. Where ranks are processes all
+  // of them call it at once.
+  std::unique_ptr<transport::RankBlocks> make_workspaces(std::int64_t num_bytes, const Plan& plan);
   device::ExpiredWait* expired() const { return expired_.device_pointer(); }
   PassReport* report(std::int64_t rank) const { return reports_.device_pointer() + rank; }
   void attach(CudaLayer* layer) { layers_.push_back(layer); }
-  void detach(CudaLayer* layer) { std::erase(layers_, layer); }
+  void detach(CudaLayer* layer);
   void reserve(const pipeline::HeapLayout& heap);
   // The pass just enqueued, for the sentences of its errors.
-  void remember(const Problem& problem, const Plan& plan) { problem_ = problem, plan_ = plan; }
+  void remember(const Problem& problem, const Plan& plan, const CudaLayer* layer) {
+    problem_ = problem, plan_ = plan, last_layer_ = layer;
+  }
 
  private:
   void find_groups();
   void enable_peers();
+  std::vector<std::string> meet(const char* what, const std::string& text);
+  std::unique_ptr<transport::RankBlocks> allocate(std::int64_t num_bytes, const char* what,
+                                                  transport::SeenBy seen_by);
+  void clear_words();
   void throw_if_failed();
+  void throw_if_called_off(const PassReport& report, std::int64_t rank);
   void synchronize_devices() const;
   void clear_abort_flag();
 
   WorldOptions options_;
   CudaOptions cuda_;
-  std::vector<int> devices_;  // [R]
+  RankRange local_;
+  std::vector<int> devices_;              // of the ranks of this process
+  std::vector<std::int64_t> ranks_here_;  // those ranks
+  std::unique_ptr<transport::GpuRanks> ranks_;
   std::vector<DeviceGroup> groups_;
-  std::vector<DeviceBytes> heaps_;  // [R]
+  std::unique_ptr<transport::RankBlocks> heaps_;
   std::int64_t heap_bytes_ = 0, signals_bytes_ = 0;
-  DeviceBytes abort_flag_;  // u32 [1 + R] on rank 0's GPU: the flag that every wait of every GPU
-                            // looks at, and each rank's claim
+  // u32 [1 + R] of rank 0: the flag that every wait of every GPU looks at, and each rank's claim.
+  std::unique_ptr<transport::RankBlocks> abort_words_;
   MappedHost<device::ExpiredWait> expired_;  // [R]
   MappedHost<PassReport> reports_;           // [R]
   std::vector<CudaLayer*> layers_;
   cudaStream_t stream_ = nullptr;
   Problem problem_;
   Plan plan_;
+  const CudaLayer* last_layer_ = nullptr;  // of the last pass; null: none, or it is gone
+  bool called_off_ = false;  // making a layer: the other ranks know already that it fails
 };
 
 }  // namespace moxie::backend_cuda

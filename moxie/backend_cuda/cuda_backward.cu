@@ -149,7 +149,7 @@ BackwardPass::BackwardPass(const LayerMemory& memory)
   require_adjacent(l.dup_ring, l.wa_ring);
   ranks_.resize(static_cast<std::size_t>(problem.num_ranks));
   known_.resize(ranks_.size());
-  for (std::int64_t r = 0; r < problem.num_ranks; ++r) describe_rank(r);
+  for (const std::int64_t r : memory.backend.ranks_here()) describe_rank(r);
 }
 
 // What depends on addresses of this layer's own memory.
@@ -329,7 +329,7 @@ void BackwardPass::bind_rank(std::int64_t rank, const CudaContext& context,
   describe_tokens(rank, input);
   describe_context(rank, saved);
   BackwardRank& r = ranks_[static_cast<std::size_t>(rank)];
-  r.num_tokens = context.num_tokens[static_cast<std::size_t>(rank)];
+  r.num_tokens = context.num_tokens[memory_.backend.idx_here(rank)];
   r.x = input.x.as<bf16>();
   r.dy = input.dy.as<bf16>();
   r.merged = output.dx.as<bf16>();
@@ -371,8 +371,8 @@ void BackwardPass::run(const CudaContext& context, std::span<const BackwardInput
   }
   bind_grad_kind(outputs);
   const std::int64_t num_ranks = memory_.problem.num_ranks;
-  for (std::int64_t r = 0; r < num_ranks; ++r) {
-    const auto i = static_cast<std::size_t>(r);
+  for (const std::int64_t r : memory_.backend.ranks_here()) {
+    const std::size_t i = memory_.backend.idx_here(r);
     bind_rank(r, context, inputs[i], outputs[i]);
   }
   bind_trace(trace != nullptr, num_events(), ranks_);

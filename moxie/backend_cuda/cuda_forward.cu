@@ -53,10 +53,8 @@ ForwardPass::ForwardPass(const LayerMemory& memory)
   ranks_.resize(static_cast<std::size_t>(num_ranks));
   weights_.resize(ranks_.size());
   inputs_.resize(ranks_.size());
-  for (std::int64_t r = 0; r < num_ranks; ++r) {
-    common_.workspaces[r] = memory.workspace(r);
-    describe_rank(r);
-  }
+  for (std::int64_t r = 0; r < num_ranks; ++r) common_.workspaces[r] = memory.workspace(r);
+  for (const std::int64_t r : memory.backend.ranks_here()) describe_rank(r);
 }
 
 // What depends on addresses of this layer's own memory: the A operands and the outputs.
@@ -231,8 +229,9 @@ void ForwardPass::run(std::span<const ForwardInput> inputs, std::span<const Forw
         "faults.keep_schedule is not available with plan.dispatch push, whose rows go only where "
         "inputs_ready was seen; use pull");
   }
-  for (std::int64_t r = 0; r < problem.num_ranks; ++r) {
-    bind_rank(r, inputs[static_cast<std::size_t>(r)], outputs[static_cast<std::size_t>(r)]);
+  for (const std::int64_t r : memory_.backend.ranks_here()) {
+    const std::size_t i = memory_.backend.idx_here(r);
+    bind_rank(r, inputs[i], outputs[i]);
     bind_context(r, context);
   }
   bind_trace(trace != nullptr, num_events(), ranks_);

@@ -32,7 +32,7 @@ const Problem& supported(const CudaBackend& backend, const Problem& p) {
 }  // namespace
 
 CudaLayer::CudaLayer(CudaBackend& backend, const Problem& problem, const Plan& plan)
-    : memory_(backend, supported(backend, problem), plan), forward_(memory_) {
+    : memory_(backend, supported(backend, problem), plan, this), forward_(memory_) {
   prepare_backward();
   clear_counters();
   backend.attach(this);
@@ -58,14 +58,15 @@ std::unique_ptr<ContextState> CudaLayer::make_context() {
   auto context = std::make_unique<CudaContext>();
   const Problem& problem = memory_.problem;
   const pipeline::ContextBytes bytes = pipeline::context_bytes(problem, memory_.plan);
-  for (std::int64_t r = 0; r < problem.num_ranks; ++r) {
+  context->ranks.resize(static_cast<std::size_t>(problem.num_ranks));
+  for (const std::int64_t r : memory_.backend.ranks_here()) {
     const int device = memory_.backend.device_of(r);
     const std::string what = sentence("the context of rank {}", r);
-    context->ranks.push_back({{device, bytes.routes / 2, what},
-                              {device, bytes.routes / 2, what},
-                              {device, bytes.z, what},
-                              {device, bytes.x, what},
-                              {device, bytes.shared_z, what}});
+    context->ranks[static_cast<std::size_t>(r)] = {{device, bytes.routes / 2, what},
+                                                   {device, bytes.routes / 2, what},
+                                                   {device, bytes.z, what},
+                                                   {device, bytes.x, what},
+                                                   {device, bytes.shared_z, what}};
     context->num_bytes += bytes.total();
   }
   return context;
@@ -75,7 +76,8 @@ void CudaLayer::clear_counters() {
   const pipeline::WorkspaceLayout workspace =
       pipeline::workspace_layout(memory_.problem, memory_.plan);
   const CudaWorkspaceLayout cuda = cuda_workspace_layout(memory_.problem, memory_.plan);
-  for (std::int64_t r = 0; r < memory_.problem.num_ranks; ++r) {
+  for (const std::int64_t r : memory_.backend.ranks_here()) {
+    const DeviceGuard guard(memory_.backend.device_of(r));
     const auto clear = [&](const pipeline::Region& region) {
       check_cuda(cudaMemset(memory_.workspace(r) + region.offset, 0,
                             static_cast<std::size_t>(region.num_bytes)),
@@ -85,11 +87,20 @@ void CudaLayer::clear_counters() {
     clear(workspace.counters);
     clear(cuda.words);
     clear(cuda.pulled);  // epochs begin anew
-    const DeviceGuard guard(memory_.backend.device_of(r));
     check_cuda(
         cudaDeviceSynchronize(),
         "clearing counters");  // passes may come on a stream that does not wait for the default one
   }
+}
+
+pipeline::Verdict CudaLayer::last_verdict(std::int64_t rank) const {
+  const CudaWorkspaceLayout cuda = cuda_workspace_layout(memory_.problem, memory_.plan);
+  ScheduleResult result{};
+  const DeviceGuard guard(memory_.backend.device_of(rank));
+  check_cuda(cudaMemcpy(&result, memory_.workspace(rank) + cuda.result.offset, sizeof(result),
+                        cudaMemcpyDeviceToHost),
+             "reading the verdict of a pass");
+  return static_cast<pipeline::Verdict>(result.verdict);
 }
 
 void CudaLayer::forward(std::span<const ForwardInput> inputs,

@@ -23,6 +23,8 @@ class CudaLayer final : public BackendLayer {
                 std::span<const BackwardOutput> outputs, trace::Trace* trace) override;
   std::byte* input_buffer(std::int64_t rank) const override { return memory_.input_buffer(rank); }
 
+  // What the rank's last pass agreed on; after the pass.
+  pipeline::Verdict last_verdict(std::int64_t rank) const;
   void clear_counters();  // pass count and both banks, when the world starts from zero
   void heaps_moved();
 

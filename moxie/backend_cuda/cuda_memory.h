@@ -1,96 +1,13 @@
-// Owners of CUDA memory, and the one place that turns CUDA error codes into Error.
+// Owners of CUDA memory, by their names of this room: the transport uses the same ones.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include <cstddef>
-#include <cstdint>
-#include <string>
-#include <utility>
-
-#include "moxie/core/error.h"
+#include "moxie/transport/cuda_memory.h"
 
 namespace moxie::backend_cuda {
 
-inline void check_cuda(cudaError_t error, const std::string& what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // the runtime remembers it, and the next launch's check would see it again
-  throw Error(ErrorCode::unavailable, what + " failed: " + cudaGetErrorString(error));
-}
-
-// Makes `device` current and restores the caller's.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    check_cuda(cudaGetDevice(&before_), "asking for the current GPU");
-    check_cuda(cudaSetDevice(device), "choosing GPU " + std::to_string(device));
-  }
-  ~DeviceGuard() { cudaSetDevice(before_); }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int before_ = 0;
-};
-
-// Plain device memory.
-class DeviceBytes {
- public:
-  DeviceBytes() = default;
-  DeviceBytes(int device, std::int64_t num_bytes, const std::string& what) : device_(device) {
-    if (num_bytes == 0) return;
-    const DeviceGuard guard(device);
-    check_cuda(cudaMalloc(&data_, static_cast<std::size_t>(num_bytes)),
-               "allocating " + std::to_string(num_bytes) + " bytes for " + what + " on GPU " +
-                   std::to_string(device));
-  }
-  DeviceBytes(DeviceBytes&& other) noexcept
-      : device_(other.device_), data_(std::exchange(other.data_, nullptr)) {}
-  DeviceBytes& operator=(DeviceBytes&& other) noexcept {
-    std::swap(device_, other.device_);
-    std::swap(data_, other.data_);
-    return *this;
-  }
-  ~DeviceBytes() { cudaFree(data_); }
-
-  std::byte* get() const { return static_cast<std::byte*>(data_); }
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-
- private:
-  int device_ = 0;
-  void* data_ = nullptr;
-};
-
-// Host memory that kernels of every GPU can write; zeroed.
-template <class T>
-class MappedHost {
- public:
-  explicit MappedHost(std::size_t count) : count_(count) {
-    check_cuda(
-        cudaHostAlloc(&data_, count * sizeof(T), cudaHostAllocMapped | cudaHostAllocPortable),
-        "pinning host memory");
-    clear();
-  }
-  ~MappedHost() { cudaFreeHost(data_); }
-  MappedHost(const MappedHost&) = delete;
-  MappedHost& operator=(const MappedHost&) = delete;
-
-  T& operator[](std::size_t i) const { return data_[i]; }
-  T* device_pointer() const {  // the same for all GPUs: unified addressing
-    T* pointer = nullptr;
-    check_cuda(cudaHostGetDevicePointer(&pointer, data_, 0), "mapping host memory");
-    return pointer;
-  }
-  void clear() {
-    for (std::size_t i = 0; i < count_; ++i) data_[i] = T{};
-  }
-
- private:
-  std::size_t count_;
-  T* data_ = nullptr;
-};
+using transport::check_cuda;
+using transport::DeviceBytes;
+using transport::DeviceGuard;
+using transport::MappedHost;
 
 }  // namespace moxie::backend_cuda

@@ -35,12 +35,12 @@ struct LaunchConfig {
 
 }  // namespace
 
-LayerMemory::LayerMemory(CudaBackend& of, const Problem& for_problem, const Plan& by_plan)
-    : backend(of), problem(for_problem), plan(by_plan) {
+LayerMemory::LayerMemory(CudaBackend& of, const Problem& for_problem, const Plan& by_plan,
+                         const CudaLayer* of_layer)
+    : backend(of), problem(for_problem), plan(by_plan), layer(of_layer) {
   backend.reserve(pipeline::heap_layout(problem));
   const std::int64_t bytes = cuda_workspace_layout(problem, plan).num_bytes;
-  for (std::int64_t r = 0; r < problem.num_ranks; ++r)
-    workspaces.emplace_back(backend.device_of(r), bytes, sentence("the workspace of rank {}", r));
+  workspaces = backend.make_workspaces(bytes, plan);
 }
 
 // Pairs of row blocks of one expert share its weights: it pays where experts have many blocks.
@@ -136,7 +136,7 @@ void CudaPass::bind_common(PassCommon& common) const {
   CudaBackend& backend = memory_.backend;
   common.faults = backend.options().faults;
   common.timeout_ns = static_cast<std::uint64_t>(backend.options().timeout_s * 1e9);
-  backend.remember(memory_.problem, memory_.plan);
+  backend.remember(memory_.problem, memory_.plan, memory_.layer);
 }
 
 void CudaPass::collect_trace(trace::Trace& trace, std::string title) const {

@@ -27,11 +27,11 @@ struct CudaContext final : ContextState {
 // A layer's own memory, and heaps large enough for it. It stays where it is as long as the layer
 // lives; heaps can move.
 struct LayerMemory {
-  LayerMemory(CudaBackend& of, const Problem& for_problem, const Plan& by_plan);
+  LayerMemory(CudaBackend& of, const Problem& for_problem, const Plan& by_plan,
+              const CudaLayer* of_layer);
 
-  std::byte* workspace(std::int64_t rank) const {
-    return workspaces[static_cast<std::size_t>(rank)].get();
-  }
+  // Of another process: null, unless the plan pushes into it.
+  std::byte* workspace(std::int64_t rank) const { return workspaces->of(rank); }
   std::byte* input_buffer(std::int64_t rank) const {
     return backend.heap(rank) + pipeline::heap_layout(problem).x_in.offset;
   }
@@ -39,7 +39,8 @@ struct LayerMemory {
   CudaBackend& backend;
   Problem problem;
   Plan plan;
-  std::vector<DeviceBytes> workspaces;  // [R]
+  const CudaLayer* layer;
+  std::unique_ptr<transport::RankBlocks> workspaces;
 };
 
 // CTAs of a cluster: `wanted` (CudaOptions::cluster_size), or where that is 0, 2 if experts have

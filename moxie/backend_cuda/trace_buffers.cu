@@ -42,6 +42,10 @@ std::int64_t TraceBuffers::collect(trace::Trace& trace) const {
   std::vector<trace::DeviceTrace> views;
   for (std::size_t i = 0; i < ranks_.size(); ++i) {
     const Rank& r = ranks_[i];
+    if (r.capacity == 0) {  // of another process: no events, and no clock of its own
+      views.push_back({{}, {}, 0, ranks_.back().device});
+      continue;
+    }
     const auto num_ctas = static_cast<std::size_t>(r.num_ctas);
     HostRank& h = host[i];
     h.events.resize(num_ctas * static_cast<std::size_t>(r.capacity));

@@ -7,8 +7,12 @@ namespace moxie {
 namespace {
 
 constexpr const char* kPlanCache = "MOXIE_PLAN_CACHE";
+constexpr const char* kNcclLibrary = "MOXIE_NCCL_LIBRARY";
 constexpr std::array kVariables = {
     EnvironmentVariable{kPlanCache, "file of tuned plans, off: none [~/.cache/moxie/plans.json]"},
+    EnvironmentVariable{kNcclLibrary, "file of NCCL [the one loaded already, else libnccl.so.2]"},
+    EnvironmentVariable{"NCCL_NVLS_ENABLE",
+                        "NCCL: World::nccl sets it to 0 (no multicast) where it is not set"},
     EnvironmentVariable{"XDG_CACHE_HOME", "folder of caches [~/.cache]"},
     EnvironmentVariable{"ONEDNN_MAX_CPU_ISA",
                         "oneDNN: caps the instruction set; other bits than without it"},
@@ -39,6 +43,10 @@ std::string plan_cache_file(const std::string& option) {
   std::string folder = text_of("XDG_CACHE_HOME");
   if (folder.empty() && !home.empty()) folder = home + "/.cache";
   return folder.empty() ? "" : folder + "/moxie/plans.json";
+}
+
+std::string nccl_library_file(const std::string& option) {
+  return option.empty() ? text_of(kNcclLibrary) : option;
 }
 
 }  // namespace moxie

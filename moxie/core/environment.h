@@ -20,4 +20,8 @@ inline constexpr const char* kNoPlanCache = "off";
 // no home).
 std::string plan_cache_file(const std::string& option = "");
 
+// The NCCL library's file: `option` when it is not empty, else MOXIE_NCCL_LIBRARY. Empty: wherever
+// the loader finds it.
+std::string nccl_library_file(const std::string& option = "");
+
 }  // namespace moxie

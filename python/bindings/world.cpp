@@ -1,4 +1,8 @@
 // World: where the ranks live.
+#include <filesystem>
+
+#include "moxie/core/environment.h"
+#include "moxie/transport/nccl_library.h"
 #include "python/bindings/arrays.h"
 #include "python/bindings/handles.h"
 
@@ -38,6 +42,45 @@ WorldPtr make_cuda(std::int64_t num_ranks, double timeout_s, bool validate_finit
           {.num_ranks = num_ranks, .timeout_s = timeout_s, .validate_finite = validate_finite},
           {.devices = devices, .reserve_sms = reserve_sms, .cluster_size = cluster_size}),
       true);
+}
+
+// NCCL's file where nobody says which: that of the package nvidia.nccl, which PyTorch brings along
+// and loads, too. Empty: what is loaded already, or what the loader finds.
+std::string nccl_file(const std::string& library) {
+  if (!nccl_library_file(library).empty() || !transport::loaded_nccl_files().empty())
+    return library;
+  try {
+    const nb::object spec = nb::module_::import_("importlib.util").attr("find_spec")("nvidia.nccl");
+    if (spec.is_none()) return library;
+    for (const nb::handle folder : spec.attr("submodule_search_locations")) {
+      const std::string file = nb::cast<std::string>(nb::str(folder)) + "/lib/libnccl.so.2";
+      if (std::filesystem::exists(file)) return file;
+    }
+  } catch (const nb::python_error&) {  // no such package
+  }
+  return library;
+}
+
+WorldPtr make_nccl(std::int64_t rank, std::int64_t num_ranks, const std::optional<nb::bytes>& id,
+                   std::uintptr_t comm, int device, double timeout_s, std::int32_t reserve_sms,
+                   std::int32_t cluster_size, const FaultInjection& faults,
+                   const std::string& library) {
+  NcclOptions nccl;
+  nccl.rank = rank;
+  if (id) nccl.unique_id.assign(id->c_str(), id->size());
+  nccl.comm = reinterpret_cast<void*>(comm);
+  nccl.device = device;
+  nccl.reserve_sms = reserve_sms;
+  nccl.cluster_size = cluster_size;
+  nccl.library = nccl_file(library);
+  const nb::gil_scoped_release release;
+  return std::make_shared<WorldHandle>(
+      World::nccl({.num_ranks = num_ranks, .timeout_s = timeout_s, .faults = faults}, nccl), true);
+}
+
+nb::bytes make_nccl_id(const std::string& library) {
+  const std::string id = nccl_unique_id(nccl_file(library));
+  return nb::bytes(id.data(), id.size());
 }
 
 void bind_faults(nb::module_& m) {
@@ -87,9 +130,13 @@ void bind_faults(nb::module_& m) {
 
 void bind_world(nb::module_& m) {
   bind_faults(m);
+  m.def("nccl_unique_id", &make_nccl_id, nb::kw_only(), nb::arg("library") = "",
+        "128 bytes by which the ranks of one World.nccl find each other.\n\n"
+        "Called on one rank, which brings them to all others. Needs NCCL, but no GPU; the process "
+        "must live until the World is made. Raises UnavailableError.");
   nb::class_<WorldHandle>(m, "World",
                           "The ranks that see each other's memory. One pass at a time.\n\n"
-                          "Made by World.cpu or World.cuda. A context manager; layers keep it "
+                          "Made by one of its static methods. A context manager; layers keep it "
                           "alive until close().")
       .def_static("cpu", &make_cpu, nb::kw_only(), nb::arg("num_ranks") = 1,
                   nb::arg("timeout_s") = 300.0, nb::arg("validate_finite") = false,
@@ -114,6 +161,24 @@ void bind_world(nb::module_& m) {
                   "devices: one per rank, a device named twice holds virtual ranks; empty: rank r "
                   "on device r mod count. Raises UnavailableError in a build without CUDA "
                   "(`has_cuda`).")
+      .def_static(
+          "nccl", &make_nccl, nb::kw_only(), nb::arg("rank"), nb::arg("num_ranks"),
+          nb::arg("unique_id") = nb::none(), nb::arg("comm") = 0, nb::arg("device") = -1,
+          nb::arg("timeout_s") = 300.0, nb::arg("reserve_sms") = kReserveBesidePeers,
+          nb::arg("cluster_size") = 0, nb::arg("faults") = FaultInjection{},
+          nb::arg("library") = "",
+          "One GPU and one process (or thread) per rank, over NCCL.\n\n"
+          "unique_id: bytes of nccl_unique_id() of one rank, brought to all, for one World; "
+          "or comm: an ncclComm_t, as an integer, of exactly these ranks. device: -1 is the "
+          "current GPU. reserve_sms: SMs left to kernels of other libraries that wait for "
+          "their peers; 0 where none run beside a pass. library: NCCL's file; empty: "
+          "MOXIE_NCCL_LIBRARY, else the one that is loaded, else that of the package "
+          "nvidia.nccl, else libnccl.so.2.\n\n"
+          "It, Layer() and reset() wait until all ranks "
+          "have called them; the lists of a pass have one entry, this rank's. Raises "
+          "WaitTimeoutError when a rank does not come within timeout_s, "
+          "InvalidArgumentError when ranks disagree, UnavailableError without CUDA, GPU or "
+          "NCCL 2.28, or when the ranks do not share one NVLink domain.")
       .def_prop_ro("num_ranks",
                    [](WorldHandle& w) { return w.open("World.num_ranks").num_ranks(); })
       .def_prop_ro(

@@ -5,7 +5,7 @@
         y, context = layer.forward(x=..., expert_ids=..., route_weights=..., weights=...)
         grads = layer.backward(context, x=..., dy=..., weights=...)
 
-Lists have one entry per rank. NumPy arrays on World.cpu, arrays with DLPack on World.cuda. Modules: moxie.planner
+Lists have one entry per rank of this process. NumPy arrays on CPUs, arrays with DLPack on GPUs. Modules: moxie.planner
 (plans, simulator, device records), moxie.trace (timelines), moxie.checkpoint (Hugging Face weights), moxie.bf16.
 """
 
@@ -48,6 +48,7 @@ from moxie._moxie import (
     default_plan,
     find_preset,
     has_cuda,
+    nccl_unique_id,
     presets,
 )
 from moxie._weights import Gradients, Weights
@@ -92,6 +93,7 @@ __all__ = [
     "default_plan",
     "find_preset",
     "has_cuda",
+    "nccl_unique_id",
     "planner",
     "presets",
     "trace",

@@ -628,11 +628,18 @@ class FaultInjection:
 
     def __repr__(self) -> str: ...
 
+def nccl_unique_id(*, library: str = '') -> bytes:
+    """
+    128 bytes by which the ranks of one World.nccl find each other.
+
+    Called on one rank, which brings them to all others. Needs NCCL, but no GPU; the process must live until the World is made. Raises UnavailableError.
+    """
+
 class World:
     """
     The ranks that see each other's memory. One pass at a time.
 
-    Made by World.cpu or World.cuda. A context manager; layers keep it alive until close().
+    Made by one of its static methods. A context manager; layers keep it alive until close().
     """
 
     @staticmethod
@@ -657,6 +664,16 @@ class World:
         Ranks on the GPUs of this process; passes are enqueued and return at once.
 
         devices: one per rank, a device named twice holds virtual ranks; empty: rank r on device r mod count. Raises UnavailableError in a build without CUDA (`has_cuda`).
+        """
+
+    @staticmethod
+    def nccl(*, rank: int, num_ranks: int, unique_id: bytes | None = None, comm: int = 0, device: int = -1, timeout_s: float = 300.0, reserve_sms: int = 32, cluster_size: int = 0, faults: FaultInjection = ..., library: str = '') -> World:
+        """
+        One GPU and one process (or thread) per rank, over NCCL.
+
+        unique_id: bytes of nccl_unique_id() of one rank, brought to all, for one World; or comm: an ncclComm_t, as an integer, of exactly these ranks. device: -1 is the current GPU. reserve_sms: SMs left to kernels of other libraries that wait for their peers; 0 where none run beside a pass. library: NCCL's file; empty: MOXIE_NCCL_LIBRARY, else the one that is loaded, else that of the package nvidia.nccl, else libnccl.so.2.
+
+        It, Layer() and reset() wait until all ranks have called them; the lists of a pass have one entry, this rank's. Raises WaitTimeoutError when a rank does not come within timeout_s, InvalidArgumentError when ranks disagree, UnavailableError without CUDA, GPU or NCCL 2.28, or when the ranks do not share one NVLink domain.
         """
 
     @property
