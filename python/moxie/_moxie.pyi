@@ -775,6 +775,11 @@ class Layer:
         Returns moxie.Gradients per rank. Raises as forward does.
         """
 
+    def make_context(self) -> Context:
+        """
+        A context for forward to fill, its memory allocated; so that no pass has to.
+        """
+
     def input_buffer(self, rank: int) -> Any:
         """
         [max_tokens, H] of the rank's heap, where a pass puts x for its peers to read.
