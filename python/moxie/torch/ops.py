@@ -11,7 +11,6 @@ import torch
 
 from moxie._errors import InvalidArgumentError
 from moxie.torch import weights as parts
-from moxie.torch._late import late
 from moxie.torch.layers import SharedLayer, find_layer
 
 _library = torch.library.Library("moxie", "DEF")
@@ -122,19 +121,15 @@ def _as_stored(ctx: Any, weights: list[Any], grads: list[Any]) -> list[Any]:
     return out
 
 
-for _name in ("infer", "forward", "backward"):
+for _name, _implementation, _fake in (
+    ("infer", _infer, _infer_fake),
+    ("forward", _forward, _forward_fake),
+    ("backward", _backward, _backward_fake),
+):
     for _key in ("CPU", "CUDA"):
-        _library.impl(_name, late(__name__, f"_{_name}"), _key)
-    torch.library.register_fake(f"moxie::{_name}", late(__name__, f"_{_name}_fake"), lib=_library)
-torch.library.register_autograd(
-    "moxie::forward",
-    late(__name__, "_autograd"),
-    setup_context=late(__name__, "_setup_context"),
-    lib=_library,
-)
-torch.library.register_autograd(
-    "moxie::backward",
-    late(__name__, "_second_derivative"),
-    setup_context=late(__name__, "_no_context"),
-    lib=_library,
-)
+        _library.impl(_name, _implementation, _key)
+    torch.library.register_fake(f"moxie::{_name}", _fake, lib=_library)
+torch.library.register_autograd("moxie::forward", _autograd, setup_context=_setup_context, lib=_library)
+torch.library.register_autograd("moxie::backward", _second_derivative, setup_context=_no_context, lib=_library)
+# With main gradients a backward pass is more than what it returns.
+torch.fx.node.has_side_effect(torch.ops.moxie.backward.default)

@@ -73,6 +73,18 @@ def test_compiled_main_grads_and_checkpoints(place, generator):
         module.zero_main_grads()
 
 
+def test_compiled_main_grads_when_nothing_else_needs_gradients(place, generator):
+    """The backward pass has no result that anybody reads, and must run all the same."""
+    torch._dynamo.reset()
+    problem = make_problem(place.dtypes[-1])
+    module = make_module(place, problem, generator)
+    module.make_main_grads()
+    x, ids, route_weights, dy = make_inputs(problem, 12, generator, place.device)
+    torch.compile(module, fullgraph=True, backend="aot_eager")(x, ids, route_weights).backward(dy)
+    place.synchronize()
+    assert all(p.main_grad.any() for p in module.flat_weights())
+
+
 def test_two_layers_in_one_graph(place, generator):
     torch._dynamo.reset()
     problem = make_problem(place.dtypes[-1])
