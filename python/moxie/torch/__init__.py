@@ -11,7 +11,6 @@ Imported on demand: `import moxie` never imports torch. docs/from-your-moe-layer
 """
 
 from moxie._errors import UnavailableError
-from moxie._moxie import set_leak_warnings
 
 try:
     import torch as _torch
@@ -22,9 +21,6 @@ except ImportError as error:
 
 if tuple(int(n) for n in _torch.__version__.split(".")[:2]) < (2, 6):
     raise UnavailableError(f"moxie.torch found PyTorch {_torch.__version__}, must be 2.6 or newer")
-
-# torch keeps what is registered with it, and what compiled code looks at, until the process is gone: not a leak of ours.
-set_leak_warnings(False)
 
 from moxie.torch.layers import SharedLayer, open_layer
 from moxie.torch.module import MoE, moe

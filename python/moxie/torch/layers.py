@@ -17,10 +17,13 @@ import numpy as np
 import torch
 
 from moxie._errors import InvalidArgumentError
-from moxie._moxie import Context, Layer, Plan, Problem, World
+from moxie._moxie import Context, Layer, Plan, Problem, World, set_leak_warnings
 from moxie._weights import Gradients
 from moxie.torch import weights as parts
 from moxie.torch.grads import GradBuffers
+
+# torch keeps what is registered with it, and what compiled code looks at, until the process is gone: no leak of ours.
+set_leak_warnings(False)
 
 _handles = itertools.count(1)
 _layers: "weakref.WeakValueDictionary[int, SharedLayer]" = weakref.WeakValueDictionary()
@@ -86,6 +89,7 @@ class SharedLayer:
         self._in_flight: dict[int, Context] = {}  # by token
         self._captured: list[Context] = []  # those of CUDA graphs, used at each replay: never given to another pass
         self._heap_view: Any = None
+        self._heap: tuple[int, int] | None = None  # addresses of input_buffer, once it was asked for
         self._tokens = itertools.count(1)
         _layers[self.handle] = self
 
@@ -227,7 +231,16 @@ class SharedLayer:
         array = self.layer.input_buffer(self.world.local_ranks[0])
         tensor = torch.from_numpy(array) if self.device.type == "cpu" else torch.from_dlpack(array)
         tensor = tensor.view(self.sizes.dtype)
+        self._heap = (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
         return tensor[: most if num_tokens is None else num_tokens]
+
+    def refuse_input_buffer(self, x: torch.Tensor) -> None:
+        """Raises InvalidArgumentError for an x that backward needs again, in memory that other passes overwrite."""
+        if self._heap is not None and self._heap[0] <= x.data_ptr() < self._heap[1]:
+            raise InvalidArgumentError(
+                "x lies in the input buffer and gradients are wanted, must be a tensor of its own then: other passes "
+                "overwrite the buffer before backward reads it; nearest legal value x.clone(), or torch.no_grad()"
+            )
 
 
 def _release(layer: "weakref.ref[SharedLayer]", number: int, captured: bool) -> None:

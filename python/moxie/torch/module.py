@@ -43,6 +43,8 @@ def moe(
 def _run(x: Any, expert_ids: Any, route_weights: Any, flat: list[Any], layout: int, layer: SharedLayer) -> Any:
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, route_weights, *flat)):
         return torch.ops.moxie.infer(x, expert_ids, route_weights, flat, layer.handle, layout)
+    if not torch.compiler.is_compiling():
+        layer.refuse_input_buffer(x)
     if main_grads_of(flat):
         layout |= parts.MAIN_GRAD
     return torch.ops.moxie.forward(x, expert_ids, route_weights, flat, layer.handle, layout)[0]

@@ -4,11 +4,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+import moxie.torch as mt  # noqa: E402
 import plain  # noqa: E402
 from plain import make_inputs, make_module, make_problem  # noqa: E402
 
 import moxie  # noqa: E402
-import moxie.torch as mt  # noqa: E402
 
 pytestmark = pytest.mark.skipif(bool(plain.no_gpu()), reason=plain.no_gpu() or "a GPU")
 BF16 = moxie.DType.bf16
@@ -108,10 +108,10 @@ def test_captures_need_their_contexts_before(gpu, generator):
     module.router(x)  # cuBLAS makes its workspace
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(moxie.InvalidArgumentError, match="no context is free .* reserve_contexts"):  # noqa: SIM117
+    with pytest.raises(moxie.InvalidArgumentError, match="no context is free .* reserve_contexts"):
         with torch.cuda.graph(graph):
             module(x)
-    with pytest.raises(moxie.InvalidArgumentError, match="a layer was made in a CUDA graph capture"):  # noqa: SIM117
+    with pytest.raises(moxie.InvalidArgumentError, match="a layer was made in a CUDA graph capture"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             mt.MoE(make_problem(BF16, max_tokens=16), module.layer.world)
     with torch.no_grad():  # inference needs none
