@@ -47,6 +47,20 @@ class Array:
         return (2, device.index) if device.type == "cuda" else (1, 0)
 
 
+class DeviceMemory:
+    """Two-byte elements of device memory, [rows, columns]; keeps `owner` alive."""
+
+    def __init__(self, pointer: int, shape: tuple[int, ...], owner: Any) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {"data": (pointer, False), "shape": shape, "typestr": "<i2", "version": 3}
+
+
+def _device_tensor(array: Any, device: torch.device) -> torch.Tensor:
+    """A BF16 array of the bindings as int16 on its GPU, which their DLPack does not name."""
+    seen = torch.from_dlpack(array)
+    return torch.as_tensor(DeviceMemory(seen.data_ptr(), tuple(seen.shape), seen), device=device)
+
+
 def is_capturing() -> bool:
     """Whether the current stream records a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -229,7 +243,7 @@ class SharedLayer:
                 f"nearest legal value {nearest}"
             )
         array = self.layer.input_buffer(self.world.local_ranks[0])
-        tensor = torch.from_numpy(array) if self.device.type == "cpu" else torch.from_dlpack(array)
+        tensor = torch.from_numpy(array) if self.device.type == "cpu" else _device_tensor(array, self.device)
         tensor = tensor.view(self.sizes.dtype)
         self._heap = (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
         return tensor[: most if num_tokens is None else num_tokens]

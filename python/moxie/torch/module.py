@@ -134,8 +134,6 @@ class MoE(nn.Module):
                 limit = item.shape[-1] ** -0.5
                 values = torch.empty(item.shape).uniform_(-limit, limit, generator=generator)
                 item.copy_(values.to(layer.device, layer.sizes.dtype))
-        if hasattr(self.router, "reset_parameters"):
-            self.router.reset_parameters()
 
     @torch.no_grad()
     def pack(self) -> None:
