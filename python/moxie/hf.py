@@ -21,7 +21,7 @@ from moxie import checkpoint as checkpoints
 from moxie._errors import InvalidArgumentError
 from moxie._moxie import Activation, ActivationKind, DType, Plan, Problem, SharedExpert, World
 from moxie._safetensors import Tensors, read_config
-from moxie.torch.layers import state_of
+from moxie.torch.streams import state_of
 
 __all__ = ["MoxieBlock", "load_layer", "load_layers", "original_state_dict", "swap_blocks"]
 

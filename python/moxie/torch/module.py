@@ -205,7 +205,9 @@ class MoE(nn.Module):
         """y of the shape of x, [..., H]; ids and weights [T, K] of the router when not given. As moe()."""
         if x.shape[-1] != self.layer.sizes.hidden:
             raise InvalidArgumentError(f"x is {list(x.shape)}, must be [..., {self.layer.sizes.hidden}]")
-        tokens = x.reshape(-1, x.shape[-1]) if x.is_contiguous() else x
+        if not x.is_contiguous():
+            raise InvalidArgumentError(f"x has strides {list(x.stride())}, must be contiguous; .contiguous() copies it")
+        tokens = x.view(-1, x.shape[-1])
         if (expert_ids is None) != (route_weights is None):
             raise InvalidArgumentError("expert_ids and route_weights must be given together, or neither")
         if expert_ids is None:

@@ -2,7 +2,6 @@
 
 import os
 import uuid
-import weakref
 from typing import Any
 
 import torch
@@ -12,14 +11,16 @@ from torch import nn
 import moxie
 from moxie._errors import InvalidArgumentError, UnavailableError
 from moxie._moxie import World
-from moxie.torch.layers import state_of
+from moxie.torch.streams import WorldState, state_of
 
-_of_groups: "weakref.WeakKeyDictionary[Any, World]" = weakref.WeakKeyDictionary()
 _local: dict[torch.device, World] = {}
+_kept: list[WorldState] = []  # worlds made here know their device, until they are closed
 
 
 def local_world(device: torch.device | str | None = None, **options: Any) -> World:
     """A World of one rank on this device: the CPU, or a GPU. Made once per device when no options are given.
+
+    It lives until World.close() or the end of the process.
 
     device: the current GPU where there is one, else the CPU. options: as World.cpu or World.cuda take them. Raises
     UnavailableError without a GPU or in a build without CUDA.
@@ -32,7 +33,7 @@ def local_world(device: torch.device | str | None = None, **options: Any) -> Wor
     else:
         _require_cuda()
         world = World.cuda(num_ranks=1, devices=[where.index], **options)
-    state_of(world, where)
+    _keep(world, where)
     if not options:
         _local[where] = world
     return world
@@ -46,7 +47,8 @@ def world_from_group(
     group: the default group when None. device: this process's, the current GPU where there is one, else the CPU (gloo
     groups of GPU processes work, too: only the id of the world travels through the group). On GPUs World.nccl, on the
     CPU World.cpu_process, which needs all processes on one machine. options: as those take them. Raises
-    InvalidArgumentError without an initialised process group, and what the World raises.
+    InvalidArgumentError without an initialised process group, and what the World raises. It lives until World.close()
+    or the end of the process.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise InvalidArgumentError(
@@ -66,15 +68,20 @@ def world_from_group(
             raise UnavailableError("this build has no World.nccl for ranks in processes, must be one with NCCL")
         unique_id = _from_first(group, where, lambda: moxie.nccl_unique_id())
         world = World.nccl(rank=rank, num_ranks=num_ranks, unique_id=unique_id, device=where.index, **options)
-    state_of(world, where)
+    _keep(world, where)
     return world
+
+
+def _keep(world: World, device: torch.device) -> None:
+    _kept[:] = [state for state in _kept if not state.world.closed] + [state_of(world, device)]
 
 
 def _from_first(group: Any, where: torch.device, make: Any) -> Any:
     """What rank 0 of the group makes, on all ranks."""
     box = [make() if dist.get_rank(group) == 0 else None]
     on_gpu = where.type == "cuda" and dist.get_backend(group) == "nccl"
-    dist.broadcast_object_list(box, group_src=0, group=group, device=where if on_gpu else None)
+    source = 0 if group is None else dist.get_global_rank(group, 0)
+    dist.broadcast_object_list(box, src=source, group=group, device=where if on_gpu else None)
     return box[0]
 
 

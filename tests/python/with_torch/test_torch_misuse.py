@@ -29,6 +29,7 @@ WRONG = {
     "another hidden size": ({"x": torch.zeros(12, 32)}, r"x is \[12, 32\], must be \[\.\.\., 64\]"),
     "dtype": ({"x": torch.zeros(12, 64).bfloat16()}, "x is torch.bfloat16, must be torch.float32"),
     "transposed": ({"x": torch.zeros(64, 12).T}, r"x has strides \[1, 12\], must be contiguous; \.contiguous\(\)"),
+    "permuted": ({"x": torch.zeros(4, 3, 64).transpose(0, 1)}, r"x has strides \[64, 192, 1\], must be contiguous"),
     "too many tokens": (
         {"x": torch.zeros(81, 64), "expert_ids": torch.zeros(81, 2).long(), "route_weights": torch.zeros(81, 2)},
         r"x has 81 tokens, must be between 0 and 80 .*nearest legal value 80",
