@@ -1145,9 +1145,6 @@ def explain(choice: PlanChoice) -> str:
     The reasons for a choice, what to know about it, and what it assumed, as text.
     """
 
-def set_leak_warnings(on: bool) -> None:
-    """Whether objects that are still alive when Python ends are reported."""
-
 has_cuda: bool
 
 __version__: str

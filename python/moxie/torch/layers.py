@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from moxie._errors import InvalidArgumentError
-from moxie._moxie import Context, Layer, Plan, Problem, World, set_leak_warnings
+from moxie._moxie import Context, Layer, Plan, Problem, World, _set_leak_warnings
 from moxie._weights import Gradients
 from moxie.torch import weights as parts
 from moxie.torch.grads import GradBuffers
 from moxie.torch.streams import Array, WorldState, device_tensor, is_capturing, state_of
 
 # torch keeps what is registered with it, and what compiled code looks at, until the process is gone: no leak of ours.
-set_leak_warnings(False)
+_set_leak_warnings(False)
 
 _handles = itertools.count(1)
 _layers: "weakref.WeakValueDictionary[int, SharedLayer]" = weakref.WeakValueDictionary()
