@@ -79,27 +79,29 @@ def swap_blocks(
     Raises InvalidArgumentError for a model without such blocks, another activation, or another dtype than BF16 or
     float32.
     """
-    found = [(name, m) for name, m in model.named_modules() if type(m).__name__ in BLOCKS]
-    if not found:
+    names = [name for name, m in model.named_modules() if type(m).__name__ in BLOCKS]
+    if not names:
         raise InvalidArgumentError(
             f"{type(model).__name__} has no MoE block to swap, must have one of {', '.join(BLOCKS)}"
         )
-    for name, block in found:
+    for name in names:
+        block = model.get_submodule(name)  # not kept: each block's experts are freed when it is replaced
         family = BLOCKS[type(block).__name__]
         _check_block(name, family, block, getattr(model, "config", None))
         device = getattr(block, "router" if family == "gpt_oss" else "gate").weight.device
+        device = None if device.type == "meta" else device
         where = mt.local_world(device) if world is None else world
         if checkpoint is None:
             weights = _weights_of(family, block)
         else:
             weights = _read(checkpoint, int(re.findall(r"\.(\d+)\.", f".{name}.")[-1]), where, family)[1]
         problem = _problem_of(family, block, weights, where, max_tokens)
-        experts = mt.MoE(problem, where, plan=plan, device=device, **storage)
+        experts = mt.MoE(problem, where, plan=plan, device=device, initialize=False, **storage)
         _fill(experts, weights, whole=checkpoint is None)
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, MoxieBlock(family, block, experts))
-        del weights
-    return [name for name, _ in found]
+        del weights, block
+    return names
 
 
 def load_layer(
@@ -126,7 +128,7 @@ def load_layer(
     router = _router_of(loaded.family, read_config(path), problem, where)
     state = {"weight": loaded.router, "bias": loaded.router_bias, "e_score_correction_bias": loaded.correction_bias}
     router.load_state_dict({n: _tensor(a) for n, a in state.items() if a is not None})
-    module = mt.MoE(problem, world, router=router, plan=plan, device=where, **storage)
+    module = mt.MoE(problem, world, router=router, plan=plan, device=where, initialize=False, **storage)
     _fill(module, weights, whole=False)
     return module
 

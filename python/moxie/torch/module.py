@@ -61,6 +61,7 @@ class MoE(nn.Module):
                (views of one buffer), e.g. for optimizers that treat matrices one by one
       plan     moxie.Plan; None: as moxie.Layer chooses
       device   for a CUDA World: where tensors are, the current GPU when None
+      initialize  False leaves the weights uninitialised, for those that are loaded next
     state_dicts of all four storages load into each other. Parameters are initialised per global expert from torch's
     generator, so that a seed means the same experts for any number of ranks. Collective, as moxie.Layer is.
     Raises InvalidArgumentError; in a CUDA graph capture, too.
@@ -76,6 +77,7 @@ class MoE(nn.Module):
         experts: str = "stacked",
         plan: Plan | None = None,
         device: torch.device | str | None = None,
+        initialize: bool = True,
     ) -> None:
         super().__init__()
         for name, value, legal in (
@@ -101,7 +103,8 @@ class MoE(nn.Module):
             for p in self._tensors_of(part):
                 p.moxie_expert = not part.name.startswith("shared_")
         self._register_load_state_dict_pre_hook(self._convert_state)
-        self.reset_parameters()
+        if initialize:
+            self.reset_parameters()
 
     # ---- weights ----
 
@@ -122,7 +125,7 @@ class MoE(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(fan in) per expert, as nn.Linear has; biases 0."""
-        seed = int(torch.randint(2**62, (1,)))
+        seed = int(torch.randint(2**62, (1,), device="cpu"))
         begin, layer = self.layer.ranges[0].start, self.layer
         for number, (name, whole) in enumerate(self.stacked_weights().items()):
             if name.endswith("_bias"):
@@ -132,7 +135,7 @@ class MoE(nn.Module):
             for e, item in enumerate([whole] if shared else whole):
                 generator = torch.Generator().manual_seed(seed + 16 * (0 if shared else begin + e) + number)
                 limit = item.shape[-1] ** -0.5
-                values = torch.empty(item.shape).uniform_(-limit, limit, generator=generator)
+                values = torch.empty(item.shape, device="cpu").uniform_(-limit, limit, generator=generator)
                 item.copy_(values.to(layer.device, layer.sizes.dtype))
 
     @torch.no_grad()
