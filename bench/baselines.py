@@ -6,11 +6,14 @@ Reads one JSON object per line from standard input and answers each with one on 
 {"cmd": "setup", ...} builds a layer's tensors from the same routes; {"cmd": "measure", "mode": "burst" | "sustained"}
 answers {"ms", "sm_clock_mhz"}. Ends with its input.
 
-gemm_only: three torch._grouped_mm (gate, up, down) on the rows that each rank receives, on its GPU, all ranks at once;
-nothing else, no SwiGLU. The slowest GPU counts, as for the layer: GPUs of one kind differ by a few percent.
-nccl_torch: the whole forward layer as people write it with torch.distributed, one process per rank: sort by expert,
-all_to_all of counts and rows, grouped products with silu(gate) * up, all_to_all back, weighted sum. The slowest rank
-counts. Two tokens per rank are checked against FP64 before anything is timed.
+gemm_only: torch._grouped_mm on the rows that each rank receives, on its GPU, all ranks at once; nothing else, no SwiGLU.
+Forward: three (gate, up, down). Backward: six (dA', both halves of dX, and the three weight gradients, grouped along
+K, into BF16). The slowest GPU counts, as for the layer: GPUs of one kind differ by a few percent.
+nccl_torch: the whole layer as people write it with torch.distributed, one process per rank: sort by expert,
+all_to_all of counts and rows, grouped products with silu(gate) * up, all_to_all back, weighted sum. Backward: that layer's
+backward by autograd alone, BF16 gradients, from the tensors of one forward pass. The slowest rank counts. Two tokens per rank are
+checked against FP64 before anything is timed. "memory_bytes" of its setup: the most that PyTorch has allocated during a
+pass (backward: and its forward), less operands and results.
 
 burst: 120 ms idle, one warm-up, about 24 ms of passes. sustained: 170 ms of the same load before the same window.
 The SM clock comes from NVML, sampled while the window runs."""
@@ -98,7 +101,7 @@ def decode_ids(spec, rank, device):
 
 
 class GroupedProducts:
-    """gemm_only: the three products of one rank."""
+    """gemm_only: the products of one rank."""
 
     def __init__(self, spec, rank):
         self.device = device = torch.device("cuda", spec["devices"][rank])
@@ -111,20 +114,87 @@ class GroupedProducts:
         randn = lambda *shape: torch.randn(*shape, device=device, dtype=torch.bfloat16, generator=generator)
         self.offsets = counts.cumsum(0).to(torch.int32)
         self.x, self.hidden = randn(rows, H), randn(rows, I)
-        self.gate, self.up = (randn(num_local, I, H).mul_(H**-0.5).transpose(1, 2) for _ in range(2))
-        self.down = randn(num_local, H, I).mul_(I**-0.5).transpose(1, 2)
+        gate, up = (randn(num_local, I, H).mul_(H**-0.5) for _ in range(2))
+        down = randn(num_local, H, I).mul_(I**-0.5)
+        if spec["direction"] == "forward":
+            self.products = [(self.x, gate.transpose(1, 2)), (self.x, up.transpose(1, 2)), (self.hidden, down.transpose(1, 2))]
+        else:
+            dy, dgate, dup = randn(rows, H), randn(rows, I), randn(rows, I)
+            self.products = [(dy, down), (dgate, gate), (dup, up),
+                             (dgate.t(), self.x), (dup.t(), self.x), (dy.t(), self.hidden)]
 
     def __call__(self):
         with torch.cuda.device(self.device):
-            torch._grouped_mm(self.x, self.gate, offs=self.offsets)
-            torch._grouped_mm(self.x, self.up, offs=self.offsets)
-            torch._grouped_mm(self.hidden, self.down, offs=self.offsets)
+            for a, b in self.products:
+                torch._grouped_mm(a, b, offs=self.offsets)
+
+
+def define_functions():
+    """Moves of rows whose backward is a move, too: autograd's own adds rows up one by one."""
+    global AllToAll, Permute, PermuteBack, SpreadTokens
+
+    class AllToAll(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows, receive, send):
+            ctx.sizes = receive, send
+            received = rows.new_empty(sum(receive), rows.shape[1])
+            dist.all_to_all_single(received, rows, receive, send)
+            return received
+
+        @staticmethod
+        def backward(ctx, grad):
+            receive, send = ctx.sizes
+            returned = grad.new_empty(sum(send), grad.shape[1])
+            dist.all_to_all_single(returned, grad.contiguous(), send, receive)
+            return returned, None, None
+
+    class Permute(torch.autograd.Function):
+        """Row i comes from row order[i]."""
+
+        @staticmethod
+        def forward(ctx, rows, order):
+            ctx.save_for_backward(order)
+            return rows.index_select(0, order)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (order,) = ctx.saved_tensors
+            return torch.empty_like(grad).index_copy_(0, order, grad), None
+
+    class PermuteBack(torch.autograd.Function):
+        """Row i goes to row order[i]."""
+
+        @staticmethod
+        def forward(ctx, rows, order):
+            ctx.save_for_backward(order)
+            return torch.empty_like(rows).index_copy_(0, order, rows)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (order,) = ctx.saved_tensors
+            return grad.index_select(0, order), None
+
+    class SpreadTokens(torch.autograd.Function):
+        """Row i is the token of route order[i]; a token has top_k routes."""
+
+        @staticmethod
+        def forward(ctx, tokens, order, top_k):
+            ctx.save_for_backward(order)
+            ctx.top_k = top_k
+            return tokens.index_select(0, order // top_k)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (order,) = ctx.saved_tensors
+            by_route = torch.empty_like(grad).index_copy_(0, order, grad)
+            return by_route.view(-1, ctx.top_k, grad.shape[1]).sum(1), None, None
 
 
 class ExpertParallelLayer:
-    """nccl_torch: one rank's part of the layer."""
+    """nccl_torch: one rank's part of the layer. Calling it runs the direction that is timed."""
 
     def __init__(self, spec, rank):
+        self.backward = spec["direction"] == "backward"
         self.rank, self.num_ranks = rank, len(spec["tokens"])
         self.device = torch.device("cuda", spec["devices"][rank])
         self.H, self.I, self.E, self.seed = spec["hidden"], spec["intermediate"], spec["num_experts"], spec["seed"]
@@ -136,7 +206,13 @@ class ExpertParallelLayer:
         weights = 0.1 + 0.9 * torch.rand(self.T, self.K, device=self.device, generator=generator)
         self.route_weights = weights / weights.sum(1, keepdim=True)  # [T, K] f32
         mine = [self.expert(rank * self.L + e) for e in range(self.L)]
-        self.gate, self.up, self.down = (torch.stack(part).transpose(1, 2) for part in zip(*mine))
+        self.gate, self.up, self.down = (torch.stack(part) for part in zip(*mine))  # [L, I, H] twice, [L, H, I]
+        self.operands = [self.x, self.route_weights, self.gate, self.up, self.down]
+        if self.backward:
+            self.dy = torch.randn(self.T, self.H, device=self.device, dtype=torch.bfloat16, generator=generator)
+            for operand in self.operands:
+                operand.requires_grad_()
+            self.y = None
 
     def expert(self, e):
         """gate [I, H], up [I, H], down [H, I] of expert e: the same on every rank."""
@@ -146,6 +222,13 @@ class ExpertParallelLayer:
                 randn(self.H, self.I).mul_(self.I**-0.5))
 
     def __call__(self):
+        if not self.backward:
+            return self.forward()
+        if self.y is None:
+            self.y = self.forward()
+        return torch.autograd.grad(self.y, self.operands, self.dy, retain_graph=True)
+
+    def forward(self):
         # Dispatch: own routes by expert; every rank learns how many rows of each expert come from whom.
         ids = self.ids.flatten()
         order = torch.argsort(ids, stable=True)
@@ -155,41 +238,61 @@ class ExpertParallelLayer:
         received = received.view(self.num_ranks, self.L)
         # The one moment the host must know: NCCL wants the sizes.
         send_rows, receive_rows = torch.stack((sent.view(self.num_ranks, self.L).sum(1), received.sum(1))).tolist()
-        outgoing = self.x.index_select(0, order // self.K)
-        incoming = self.x.new_empty(sum(receive_rows), self.H)
-        dist.all_to_all_single(incoming, outgoing, receive_rows, send_rows)
+        outgoing = SpreadTokens.apply(self.x, order, self.K)
+        incoming = AllToAll.apply(outgoing, receive_rows, send_rows)
         # Experts: rows came by source, the products want them by expert.
         expert = torch.arange(self.L, device=self.device).repeat(self.num_ranks)
         expert = expert.repeat_interleave(received.flatten(), output_size=incoming.shape[0])
         by_expert = torch.argsort(expert, stable=True)
         offsets = received.sum(0).cumsum(0).to(torch.int32)
-        rows = incoming.index_select(0, by_expert)
-        gate = torch._grouped_mm(rows, self.gate, offs=offsets)
-        up = torch._grouped_mm(rows, self.up, offs=offsets)
-        hidden = torch.nn.functional.silu(gate).mul_(up)
-        results = torch._grouped_mm(hidden, self.down, offs=offsets)
+        rows = Permute.apply(incoming, by_expert)
+        gate = torch._grouped_mm(rows, self.gate.transpose(1, 2), offs=offsets)
+        up = torch._grouped_mm(rows, self.up.transpose(1, 2), offs=offsets)
+        hidden = torch.nn.functional.silu(gate)
+        hidden = hidden * up if self.backward else hidden.mul_(up)
+        results = torch._grouped_mm(hidden, self.down.transpose(1, 2), offs=offsets)
         # Combine: back into the order they came in, home, back into token order, weighted sum.
-        by_source = torch.empty_like(results).index_copy_(0, by_expert, results)
-        returned = torch.empty_like(outgoing)
-        dist.all_to_all_single(returned, by_source, send_rows, receive_rows)
-        slots = torch.empty_like(returned).index_copy_(0, order, returned).view(self.T, self.K, self.H)
+        by_source = PermuteBack.apply(results, by_expert)
+        returned = AllToAll.apply(by_source, send_rows, receive_rows)
+        slots = PermuteBack.apply(returned, order).view(self.T, self.K, self.H)
         return (slots * self.route_weights.to(slots.dtype).unsqueeze(-1)).sum(1)
 
+    def memory_bytes(self):
+        """What one pass needs at most, beside operands and results."""
+        self.y = None
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        y = self.forward()
+        results = [y, *torch.autograd.grad(y, self.operands, self.dy)] if self.backward else [y]
+        peak = torch.cuda.max_memory_allocated(self.device)
+        return peak - before - sum(result.numel() * result.element_size() for result in results)
+
     def max_relative_error(self):
-        y, worst = self(), 0.0
+        y, worst = self.forward(), 0.0
+        dx, dw = torch.autograd.grad(y, self.operands, self.dy)[:2] if self.backward else (None, None)
+        distance = lambda got, wanted: float((got.double() - wanted).norm() / wanted.norm())
         for t in sorted({0, self.T - 1}) if self.T else []:
-            x, wanted = self.x[t].double(), torch.zeros(self.H, dtype=torch.float64, device=self.device)
-            for e, w in zip(self.ids[t].tolist(), self.route_weights[t].tolist()):
-                gate, up, down = (part.double() for part in self.expert(e))
-                g = gate @ x
-                wanted += w * (down @ (g * torch.sigmoid(g) * (up @ x)))
-            worst = max(worst, float((y[t].double() - wanted).norm() / wanted.norm()))
+            with torch.set_grad_enabled(self.backward):
+                x, weights = (part[t].detach().double().requires_grad_(self.backward) for part in (self.x, self.route_weights))
+                outputs = []
+                for e in self.ids[t].tolist():
+                    gate, up, down = (part.double() for part in self.expert(e))
+                    g = gate @ x
+                    outputs.append(down @ (g * torch.sigmoid(g) * (up @ x)))
+                wanted = weights @ torch.stack(outputs)
+                worst = max(worst, distance(y[t].detach(), wanted.detach()))
+                if self.backward:
+                    wanted_dx, wanted_dw = torch.autograd.grad(wanted, (x, weights), self.dy[t].double())
+                    # Sums of signed terms, which may be near zero: by their usual size.
+                    size = (self.dy[t].double() * torch.stack(outputs).detach()).norm()
+                    worst = max(worst, distance(dx[t], wanted_dx), float((dw[t].double() - wanted_dw).norm() / size))
         return worst
 
 
 def rank_main(rank, num_ranks, device, port, pipe):
     """One rank of nccl_torch: does what comes through the pipe, together with the others."""
     import_torch()
+    define_functions()
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks,
                             device_id=torch.device("cuda", device))
@@ -204,12 +307,12 @@ def rank_main(rank, num_ranks, device, port, pipe):
                 layer = None
                 torch.cuda.empty_cache()
                 layer, clocks = ExpertParallelLayer(spec, rank), {device: SmClock(spec["pci_bus_ids"][rank])}
-                error = layer.max_relative_error()
+                error, num_bytes = layer.max_relative_error(), layer.memory_bytes()
                 layer()
                 estimate = torch.tensor(window(layer, 3, clocks)[0], device=layer.device)
                 dist.all_reduce(estimate, op=dist.ReduceOp.MAX)  # the same number of passes everywhere
                 estimate_ms = estimate.item()
-                pipe.send({"max_rel_l2": error})
+                pipe.send({"max_rel_l2": error, "memory_bytes": num_bytes})
             else:
                 ms, mhz = measure(layer, clocks, mode=spec["mode"], estimate_ms=estimate_ms, meet=dist.barrier)
                 pipe.send({"ms": ms, "sm_clock_mhz": mhz})
@@ -232,10 +335,11 @@ class NcclTorch:
         if self.devices != devices:
             self.stop()
             self.start(devices)
-        error = max(answer["max_rel_l2"] for answer in self.ask(spec))
+        answers = self.ask(spec)
+        error = max(answer["max_rel_l2"] for answer in answers)
         if not error <= 2e-2:  # rows and the weighted sum are rounded to BF16 more often than in the layer
-            raise Refusal(f"its y is off by {error:.2e}")
-        return {"max_rel_l2": error}
+            raise Refusal(f"its result is off by {error:.2e}")
+        return {"max_rel_l2": error, "memory_bytes": max(answer["memory_bytes"] for answer in answers)}
 
     def measure(self, spec):
         return max(self.ask(spec), key=lambda answer: answer["ms"])

@@ -1,6 +1,6 @@
-// `moxie bench layer`: builds the layer of each shape of a scenario, checks y, then times the layer
-// and its baselines in turns. The order of the turns alternates from round to round, because a
-// GPU's clock depends on what ran before.
+// `moxie bench layer`: builds the layer of each shape of a scenario, checks it, then times the
+// layer and its baselines in turns. The order of the turns alternates from round to round, because
+// a GPU's clock depends on what ran before.
 #include <fmt/format.h>
 
 #include <array>
@@ -54,11 +54,6 @@ void apply_options(BenchOptions& options, CLI::App& verb, Scenario& scenario) {
   }
   if (!scenario.cuda.devices.empty())
     scenario.num_ranks = static_cast<std::int64_t>(scenario.cuda.devices.size());
-  if (scenario.direction == Direction::backward) {
-    throw Failure(
-        "direction backward is not available in `moxie bench layer` yet; forward is, and `moxie "
-        "run` times backward on the CPU");
-  }
   for (const BenchShape& shape : scenario.shapes) {  // before any work
     const Problem problem = case_of(scenario, shape).problem;
     pipeline::check(problem, pipeline::resolve(problem, scenario.plan));
@@ -73,6 +68,7 @@ BenchRow bench_shape(const Scenario& scenario, const BenchShape& shape, Baseline
   target->run_once();
   progress.show(shape.name + ": check against FP64", 0);
   BenchRow row{.shape = shape.name,
+               .direction = scenario.direction,
                .problem = target->problem,
                .plan = target->plan(),
                .tokens = case_of(scenario, shape).tokens,
@@ -81,14 +77,18 @@ BenchRow bench_shape(const Scenario& scenario, const BenchShape& shape, Baseline
                .launches = target->count_launches(),
                .modes = scenario.modes};
   if (!(row.max_rel_l2 <= kMostError)) {
-    throw Failure(
-        fmt::format("{}: y is off by {:.1e} (relative L2 of one token), at most {:.0e} is "
-                    "right; nothing was timed",
-                    shape.name, row.max_rel_l2, kMostError));
+    throw Failure(fmt::format(
+        "{}: {} off by {:.1e} (relative L2 of one row), at most {:.0e} is right; "
+        "nothing was timed",
+        shape.name, scenario.direction == Direction::forward ? "y is" : "y or a gradient is",
+        row.max_rel_l2, kMostError));
   }
   std::vector<TimedRun> runs = target->timed_runs();
   for (TimedRun& run : baselines.timed_runs(shape.name, *target, scenario, pci_bus_ids))
     runs.push_back(std::move(run));
+  for (const TimedRun& run : runs) {
+    if (run.memory_bytes) row.memory_bytes[run.name] = *run.memory_bytes;
+  }
   measure_in_turns(runs, scenario, row, notes, progress);
   return row;
 }
@@ -156,7 +156,7 @@ Verb add_bench(CLI::App& app, const std::vector<std::string>& command) {
        o.scenario);
   text("--shapes", "A,B,...", "only these shapes of the scenario", o.shapes);
   text("--modes", "M,M", "burst, sustained [the scenario's]", o.modes);
-  text("--direction", "D", "forward [the scenario's]; backward is not there yet", o.direction);
+  text("--direction", "D", "forward, backward [the scenario's]", o.direction);
   add_integer(*verb, "--rounds", o.rounds, Range{1, 1'000'000},
               "times each run has its turn [the scenario's]");
   text("--baselines", "PATH", "baselines.py [bench/baselines.py of the source tree]", o.baselines);

@@ -60,6 +60,7 @@ Json setup_command(const BenchTarget& target, const Scenario& scenario,
     buses.push_back(device < pci_bus_ids.size() ? pci_bus_ids[device] : "");
   }
   return {{"cmd", "setup"},
+          {"direction", name(scenario.direction)},
           {"hidden", p.hidden},
           {"intermediate", p.intermediate},
           {"num_experts", p.num_experts},
@@ -211,21 +212,26 @@ std::vector<TimedRun> Baselines::timed_runs(const std::string& shape, const Benc
   std::vector<TimedRun> runs;
   for (std::size_t i = 0; i < workers_.size(); ++i) {
     BaselineWorker* worker = &workers_[i];
+    std::optional<std::int64_t> memory_bytes;
     try {
-      worker->ask(command, kSetupSeconds);
+      const Json ready = worker->ask(command, kSetupSeconds);
+      if (ready.contains("memory_bytes"))
+        memory_bytes = ready.at("memory_bytes").get<std::int64_t>();
     } catch (const Failure& failure) {
       notes_.push_back(fmt::format("{} was not measured on {}: {}", name(worker->baseline()), shape,
                                    failure.what()));
       continue;
     }
-    runs.push_back({name(worker->baseline()), [worker](BenchMode mode) {
+    runs.push_back({name(worker->baseline()),
+                    [worker](BenchMode mode) {
                       const Json got =
                           worker->ask({{"cmd", "measure"}, {"mode", name(mode)}}, kMeasureSeconds);
                       Timing timing{got.at("ms").get<double>(), std::nullopt};
                       if (got.contains("sm_clock_mhz") && got.at("sm_clock_mhz").is_number())
                         timing.sm_clock_mhz = got.at("sm_clock_mhz").get<double>();
                       return timing;
-                    }});
+                    },
+                    memory_bytes});
   }
   return runs;
 }

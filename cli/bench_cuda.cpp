@@ -2,11 +2,14 @@
 // a window of passes on the stream of rank 0's GPU, which all others are joined to.
 #include <chrono>
 #include <cmath>
+#include <list>
+#include <optional>
 #include <set>
 #include <thread>
 
 #include "cli/bench_target.h"
 #include "cli/device_tensors.h"
+#include "cli/errors.h"
 #if MOXIE_HAS_CUDA
 #include "bench/layer_gpu.h"
 #endif
@@ -30,7 +33,12 @@ class CudaTarget final : public BenchTarget {
     world_.set_stream(timer_.stream());
     make_routes_on_host(scenario, bench.tokens);
     for (std::size_t rank = 0; rank < devices_.size(); ++rank) make_rank(rank, scenario.seed);
-    make_zero_copy_inputs();
+    if (scenario.direction == Direction::forward) {
+      make_zero_copy_inputs();
+      return;
+    }
+    for (std::size_t rank = 0; rank < devices_.size(); ++rank) make_gradients(rank, scenario.seed);
+    context_ = layer_.make_context();
   }
   ~CudaTarget() override {
     try {
@@ -41,25 +49,22 @@ class CudaTarget final : public BenchTarget {
   }
 
   void run_once() override {
-    layer_.infer(inputs, outputs);
+    if (context_) {
+      layer_.forward(inputs, outputs, *context_);
+      layer_.backward(*context_, backward_inputs, backward_outputs);
+    } else {
+      layer_.infer(inputs, outputs);
+    }
     world_.synchronize();
   }
 
   std::vector<TimedRun> timed_runs() override {
-    std::vector<TimedRun> runs;
-    runs.push_back(timed("moxie", layer_, inputs, {}));
-    runs.push_back(timed("moxie zero_copy", layer_, zero_copy_, {}));
-    // Neither staged nor sorted nor agreed on: what that costs is the difference to zero_copy.
-    runs.push_back(timed("moxie kept_schedule", layer_, zero_copy_, {.keep_schedule = true}));
-    // One rank: the expert FFN with its gather and scatter, beside the products alone.
-    if (problem.num_ranks == 1)
-      runs.push_back(timed("moxie without_merge", layer_, inputs, {.skip_merge = true}));
-    return runs;
+    return context_ ? backward_runs() : forward_runs();
   }
   PlannedRun add_plan(const std::string& name, const Plan& plan) override {
     auto layer = std::make_shared<Layer>(world_, problem, plan);
     others_.push_back(layer);
-    return {timed(name, *layer, inputs, {}),
+    return {timed(name, forward_of(*layer, inputs), {}),
             [this, layer] {
               layer->infer(inputs, outputs);
               world_.synchronize();
@@ -74,13 +79,72 @@ class CudaTarget final : public BenchTarget {
   std::optional<std::int64_t> count_launches() override {
     const auto num_gpus =
         static_cast<std::int64_t>(std::set<int>(devices_.begin(), devices_.end()).size());
-    const auto count = timer_.count_kernels([this] { layer_.infer(inputs, outputs); });
+    const auto count = timer_.count_kernels(
+        context_ ? backward_of(layer_, *context_, backward_outputs) : forward_of(layer_, inputs));
     return count ? std::optional(*count / num_gpus) : std::nullopt;
   }
   Plan plan() const override { return layer_.plan(); }
   MachineId machine() const override { return world_.machine(); }
 
  private:
+  std::vector<TimedRun> forward_runs() {
+    std::vector<TimedRun> runs;
+    runs.push_back(timed("moxie", forward_of(layer_, inputs), {}));
+    runs.back().memory_bytes = memory_bytes(layer_);
+    runs.push_back(timed("moxie zero_copy", forward_of(layer_, zero_copy_), {}));
+    // Neither staged nor sorted nor agreed on: what that costs is the difference to zero_copy.
+    runs.push_back(
+        timed("moxie kept_schedule", forward_of(layer_, zero_copy_), {.keep_schedule = true}));
+    // One rank: the expert FFN with its gather and scatter, beside the products alone.
+    if (problem.num_ranks == 1)
+      runs.push_back(
+          timed("moxie without_merge", forward_of(layer_, inputs), {.skip_merge = true}));
+    return runs;
+  }
+
+  // Backward alone, from the context of one forward pass: gradients in BF16, added into FP32, and
+  // what it costs to keep less or more.
+  std::vector<TimedRun> backward_runs() {
+    std::vector<TimedRun> runs;
+    layer_.forward(inputs, outputs, *context_);
+    runs.push_back(timed("moxie", backward_of(layer_, *context_, backward_outputs), {}));
+    runs.back().memory_bytes = memory_bytes(layer_, &*context_);
+    runs.push_back(timed("moxie main_grad", backward_of(layer_, *context_, main_grads_), {}));
+    runs.back().memory_bytes = runs.front().memory_bytes;
+    for (const auto& [name, save] : {std::pair{"moxie save_none", SavePolicy::none},
+                                     {"moxie save_z", SavePolicy::z},
+                                     {"moxie save_z_and_x", SavePolicy::z_and_x}}) {
+      if (save != layer_.plan().save) runs.push_back(saving(name, save));
+    }
+    return runs;
+  }
+  TimedRun saving(const std::string& name, SavePolicy save) {
+    Plan plan = layer_.plan();
+    plan.save = save;
+    plan.saved_rows = -1;
+    try {
+      auto layer = std::make_shared<Layer>(world_, problem, plan);
+      others_.push_back(layer);
+      contexts_.push_back(layer->make_context());
+      Context& context = contexts_.back();
+      layer->forward(inputs, outputs, context);
+      TimedRun run = timed(name, backward_of(*layer, context, backward_outputs), {});
+      run.memory_bytes = memory_bytes(*layer, &context);
+      return run;
+    } catch (const Error& error) {  // mostly no memory for it: a note, not the end
+      if (error.code() != ErrorCode::unavailable) throw;
+      return {name, [why = std::string(error.what())](BenchMode) -> Timing { throw Failure(why); }};
+    }
+  }
+
+  std::function<void()> forward_of(Layer& layer, const std::vector<ForwardInput>& from) {
+    return [this, &layer, &from] { layer.infer(from, outputs); };
+  }
+  std::function<void()> backward_of(Layer& layer, const Context& context,
+                                    const std::vector<BackwardOutput>& to) {
+    return [this, &layer, &context, &to] { layer.backward(context, backward_inputs, to); };
+  }
+
   void make_routes_on_host(const Scenario& scenario, const std::vector<std::int64_t>& tokens) {
     const RunTypes types{.ids = DType::i64};
     for (std::int64_t rank = 0; rank < problem.num_ranks; ++rank) {
@@ -122,6 +186,38 @@ class CudaTarget final : public BenchTarget {
         {random({T, problem.hidden}, rank, 1, stream + 1)});  // anything but the result
   }
 
+  // dY, and where the gradients go: BF16 matrices, and FP32 ones that hold something already.
+  void make_gradients(std::size_t rank, std::uint64_t seed) {
+    const ForwardInput& in = inputs[rank];
+    const std::int64_t T = in.x.shape.dim[0];
+    const std::uint64_t stream = (seed * 64 + rank) * 16 + 15;
+    backward_inputs.push_back({in.x, random({T, problem.hidden}, rank, 1, stream), in.weights});
+    BackwardOutput out;
+    out.dx = allocate(DType::bf16, in.x.shape, rank);
+    out.d_route_weights = allocate(DType::f32, in.route_weights.shape, rank);
+    for (const DType matrices : {DType::bf16, DType::f32}) {
+      const auto part = [&](const char* name) -> TensorView {
+        const TensorSpec spec = tensor_spec(problem, {.matrix_grads = matrices},
+                                            static_cast<std::int64_t>(rank), T, name);
+        if (spec.shape.rank == 0) return {};
+        const TensorView view = allocate(spec.dtype, spec.shape, rank);
+        // Pairs of BF16 values are FP32 values of the same distribution.
+        bench::fill_normal(devices_[rank], view.data,
+                           view.shape.num_elements() * size_bytes(view.dtype) / 2, 1, stream);
+        return view;
+      };
+      WeightGrads& g = out.grads;
+      g.gate = part("d_gate"), g.up = part("d_up"), g.down = part("d_down");
+      g.gate_bias = part("d_gate_bias"), g.up_bias = part("d_up_bias");
+      g.down_bias = part("d_down_bias");
+      g.shared_gate = part("d_shared_gate"), g.shared_up = part("d_shared_up");
+      g.shared_down = part("d_shared_down");
+      g.shared_output_gate = part("d_shared_output_gate");
+      g.accumulate = matrices == DType::f32;
+      (g.accumulate ? main_grads_ : backward_outputs).push_back(out);
+    }
+  }
+
   TensorView allocate(DType dtype, const Shape& shape, std::size_t rank) {
     memory_.emplace_back(devices_[rank],
                          static_cast<std::size_t>(shape.num_elements() * size_bytes(dtype)));
@@ -151,9 +247,8 @@ class CudaTarget final : public BenchTarget {
     }
   }
 
-  TimedRun timed(const std::string& run_name, Layer& layer, const std::vector<ForwardInput>& from,
+  TimedRun timed(const std::string& run_name, const std::function<void()>& enqueue,
                  const FaultInjection& faults) {
-    const auto enqueue = [this, &layer, &from] { layer.infer(from, outputs); };
     world_.set_faults(faults);
     enqueue();
     const double estimate_ms = timer_.window(enqueue, 3).ms;
@@ -178,7 +273,10 @@ class CudaTarget final : public BenchTarget {
   Layer layer_;
   std::vector<std::shared_ptr<Layer>> others_;
   bench::GpuTimer timer_;
-  std::vector<ForwardInput> zero_copy_;  // [R]
+  std::vector<ForwardInput> zero_copy_;     // [R]
+  std::optional<Context> context_;          // backward
+  std::list<Context> contexts_;             // backward: of others_
+  std::vector<BackwardOutput> main_grads_;  // [R] backward: FP32, added into
 };
 
 }  // namespace

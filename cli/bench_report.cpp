@@ -19,10 +19,11 @@ std::optional<double> ratio(const std::optional<double>& a, const std::optional<
   return a && b && *b > 0 ? std::optional(*a / *b) : std::nullopt;
 }
 
-// Useful work of the rank with the most rows.
+// Useful work of the rank with the most rows: 6 H I per row, backward twice that.
 double tflop(const BenchRow& row) {
   const std::int64_t rows = *std::max_element(row.rows_per_rank.begin(), row.rows_per_rank.end());
-  return 6e-12 * static_cast<double>(rows) * static_cast<double>(row.problem.hidden) *
+  const double per_weight = row.direction == Direction::forward ? 6e-12 : 12e-12;
+  return per_weight * static_cast<double>(rows) * static_cast<double>(row.problem.hidden) *
          static_cast<double>(row.problem.intermediate);
 }
 
@@ -65,8 +66,8 @@ std::optional<double> BenchRow::median_clock_mhz(const std::string& run, BenchMo
 
 std::string bench_line(const BenchRow& row) {
   std::string text = fmt::format(
-      "{:<15}{} rank{}, {} to {} rows, y off by {:.1e}\n", row.shape, row.problem.num_ranks,
-      row.problem.num_ranks == 1 ? "" : "s",
+      "{:<15}{}, {} rank{}, {} to {} rows, off by {:.1e}\n", row.shape, name(row.direction),
+      row.problem.num_ranks, row.problem.num_ranks == 1 ? "" : "s",
       *std::min_element(row.rows_per_rank.begin(), row.rows_per_rank.end()),
       *std::max_element(row.rows_per_rank.begin(), row.rows_per_rank.end()), row.max_rel_l2);
   for (const BenchMode mode : row.modes) {
@@ -84,6 +85,10 @@ std::string bench_line(const BenchRow& row) {
       }
       text += '\n';
     }
+  }
+  for (const auto& [run, num_bytes] : row.memory_bytes) {
+    text += fmt::format("  {:<10}{:<20}{:>9.3f} GB\n", "memory", run,
+                        1e-9 * static_cast<double>(num_bytes));
   }
   return text;
 }
@@ -103,7 +108,7 @@ Json to_json(const BenchRow& row) {
     samples[fmt::format("{} {}", key.first, name(key.second))] = list;
   }
   return {{"shape", row.shape},
-          {"direction", "forward"},
+          {"direction", name(row.direction)},
           {"ranks", row.problem.num_ranks},
           {"moxie_ms", of_moxie.median()},
           {"gemm_only_ms", or_null(ms("gemm_only"))},
@@ -118,6 +123,10 @@ Json to_json(const BenchRow& row) {
           {"zero_copy_ms", or_null(zero_copy)},
           {"schedule_handshake_us", schedule_handshake_us(row, first)},
           {"without_merge_ms", or_null(ms("moxie without_merge"))},
+          {"main_grad_ms", or_null(ms("moxie main_grad"))},
+          {"save_none_ms", or_null(ms("moxie save_none"))},
+          {"save_z_and_x_ms", or_null(ms("moxie save_z_and_x"))},
+          {"memory_bytes", row.memory_bytes},
           {"mode", name(first)},
           {"sm_clock_mhz", or_null(row.median_clock_mhz("moxie", first))},
           {"gemm_only_clock_mhz", or_null(row.median_clock_mhz("gemm_only", first))},

@@ -14,12 +14,14 @@ namespace moxie::cli {
 
 struct BenchRow {
   std::string shape;
+  Direction direction = Direction::forward;
   Problem problem;
   Plan plan;
   std::vector<std::int64_t> tokens;  // [R]
   std::vector<std::int64_t> rows_per_rank;
   double max_rel_l2 = 0;
   std::optional<std::int64_t> launches;
+  std::map<std::string, std::int64_t> memory_bytes = {};  // by run, TimedRun::memory_bytes
   std::vector<BenchMode> modes;
   std::map<std::pair<std::string, BenchMode>, std::vector<Timing>> samples;  // by run and mode
 

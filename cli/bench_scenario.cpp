@@ -143,6 +143,9 @@ const char* name(BenchMode mode) { return kModes[static_cast<std::size_t>(mode)]
 const char* name(Baseline baseline) {
   return kBaselines[static_cast<std::size_t>(baseline)].data();
 }
+const char* name(Direction direction) {
+  return kDirections[static_cast<std::size_t>(direction)].data();
+}
 
 Scenario read_scenario(const std::string& path) {
   const Json json = parse_json_file(path);

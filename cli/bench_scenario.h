@@ -21,6 +21,7 @@ enum class Baseline { gemm_only, nccl_torch };
 enum class Direction { forward, backward };
 const char* name(BenchMode mode);
 const char* name(Baseline baseline);
+const char* name(Direction direction);
 
 struct Scenario {
   std::string description;

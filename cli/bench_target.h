@@ -26,6 +26,9 @@ inline constexpr double kIdleMs = 120, kWindowMs = 24, kLoadMs = 170;
 struct TimedRun {
   std::string name;  // "moxie", "moxie zero_copy", "gemm_only", ...
   std::function<Timing(BenchMode)> measure;
+  // Of the rank that needs most, beside the caller's operands and results; backward: with what
+  // forward keeps for it.
+  std::optional<std::int64_t> memory_bytes = {};
 };
 
 // A further layer on a target's data, under another plan.
@@ -38,7 +41,8 @@ struct PlannedRun {
 class BenchTarget {
  public:
   virtual ~BenchTarget() = default;
-  // One pass of the variant that is checked; returns when y is there.
+  // One pass of the variant that is checked; returns when its results are there. Backward: forward
+  // and backward.
   virtual void run_once() = 0;
   // The layer itself first ("moxie"), then its variants that this backend has.
   virtual std::vector<TimedRun> timed_runs() = 0;
@@ -54,7 +58,13 @@ class BenchTarget {
   std::vector<RankTensors> routes;     // [R] expert_ids and route_weights on the host
   std::vector<ForwardInput> inputs;    // [R] where the layer finds them
   std::vector<ForwardOutput> outputs;  // [R]
+  // [R] Direction::backward; else empty
+  std::vector<BackwardInput> backward_inputs;
+  std::vector<BackwardOutput> backward_outputs;
 };
+
+// Heap and workspace of a rank, and what a context keeps of it.
+std::int64_t memory_bytes(const Layer& layer, const Context* context = nullptr);
 
 // Of the scenario: backend, GPUs, routing, seed, plan. Throws Failure when the machine or this
 // build has no such backend.
@@ -63,7 +73,9 @@ std::unique_ptr<BenchTarget> make_cpu_target(const Scenario& scenario, const Ben
 std::unique_ptr<BenchTarget> make_cuda_target(const Scenario& scenario, const BenchCase& layer);
 
 // The largest relative L2 error of y over sampled tokens of every rank, against FP64 loops on the
-// host. Only the experts that these tokens need are brought there.
+// host. Only the experts that these tokens need are brought there. Backward: also of dx, of the
+// route weights' gradients of all these tokens together, and of one row (d_down: column) of the
+// first and of the last expert's weight gradients.
 double max_relative_l2(const BenchTarget& target, std::int64_t tokens_per_rank);
 inline constexpr double kMostError = 1e-2;  // BF16 layers are off by 3e-3
 inline constexpr std::int64_t kTokensToCheck = 4;

@@ -108,7 +108,7 @@ Json or_null(const std::optional<Value>& value) {
 void add_gpu_findings(const GpuMachineInfo& machine, const NcclInfo& nccl,
                       std::vector<Finding>& findings) {
   add(findings, "CUDA backend", built_with_cuda(),
-      built_with_cuda() ? fmt::format("built with CUDA {}: forward passes",
+      built_with_cuda() ? fmt::format("built with CUDA {}: forward and backward",
                                       machine.runtime_cuda.value_or("of unknown version"))
                         : "built without CUDA",
       fmt::format("{} (`make cuda` builds the command with CUDA)", kNoGpuPasses));

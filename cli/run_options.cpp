@@ -107,8 +107,7 @@ void add_input(CLI::App& app, RunOptions& o) {
 void add_work(CLI::App& app, RunOptions& o) {
   const auto group = [](CLI::Option* option) { option->group("Work"); };
   add_backend_option(app, o.backend)->group("Work");
-  group(app.add_flag("--backward", o.backward,
-                     "forward and backward (the default on the CPU; not there on GPUs yet)"));
+  group(app.add_flag("--backward", o.backward, "forward and backward (the default)"));
   group(app.add_flag("--forward-only", o.forward_only, "no backward pass"));
   group(add_integer(app, "--repeat", o.repeat, Range{1, 1'000'000},
                     "timed passes: median, p10, p90 [3]"));

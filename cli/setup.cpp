@@ -121,8 +121,7 @@ Setup make_setup(const RunOptions& options) {
   Setup setup;
   setup.types = {.ids = options.ids, .matrix_grads = options.grads};
   setup.backend = options.backend;
-  setup.backward =
-      options.backward || (options.backend == BackendKind::cpu && !options.forward_only);
+  setup.backward = !options.forward_only;
   setup.repeat = options.repeat == kNotGiven ? kDefaultRepeat : options.repeat;
   std::int64_t num_ranks = options.ranks == kNotGiven ? kDefaultRanks : options.ranks;
   setup.tokens = tokens_per_rank(options, num_ranks);

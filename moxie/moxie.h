@@ -83,10 +83,10 @@ struct FaultInjection {
   std::int32_t kill_worker = 0;
   std::int32_t kill_after_steps = 0;  // ... after so many protocol steps
   std::int32_t back_to_back = 1;  // CPU: passes per call; no rank waits for another between them
-  bool keep_schedule =
-      false;  // CUDA, to measure what it saves: nothing is staged, sorted or agreed on, the tables
-              // of the layer's last pass hold. Right only if every rank's inputs are those of then
-  bool skip_merge = false;  // CUDA, to measure what it costs: y is not written
+  bool keep_schedule = false;  // CUDA, forward, to measure what it saves: nothing is staged, sorted
+                               // or agreed on, the tables of the layer's last pass hold. Right only
+                               // if every rank's inputs are those of then
+  bool skip_merge = false;     // CUDA, forward, to measure what it costs: y is not written
 };
 
 struct WorldOptions {

@@ -47,11 +47,34 @@ TEST_F(CliBench, TheSmokeScenarioRunsAndItsRowsAreWhole) {
     EXPECT_EQ(row["samples"]["moxie sustained"].size(), 2u);
     for (const char* not_measured :
          {"gemm_only_ms", "nccl_torch_ms", "ratio", "sustained_ratio", "nccl_ratio", "zero_copy_ms",
-          "schedule_handshake_us", "sm_clock_mhz", "launches"}) {
+          "schedule_handshake_us", "main_grad_ms", "save_none_ms", "save_z_and_x_ms",
+          "sm_clock_mhz", "launches"}) {
       ASSERT_TRUE(row.contains(not_measured)) << not_measured;
       EXPECT_TRUE(row[not_measured].is_null()) << not_measured;
     }
   }
+}
+
+TEST_F(CliBench, BackwardIsCheckedAndTimedAlone) {
+  const std::string command = "bench layer --scenario " + kScenarios +
+                              "cpu-smoke.json --direction backward --modes burst --rounds 1 ";
+  const CliResult result = moxie(command + "--json -");
+  ASSERT_EQ(result.code, 0) << result.err;
+  const auto json = nlohmann::json::parse(result.out);
+  ASSERT_EQ(json["rows"].size(), 2u);
+  for (const auto& row : json["rows"]) {
+    EXPECT_EQ(row["direction"], "backward");
+    EXPECT_GT(row["moxie_ms"].get<double>(), 0);
+    EXPECT_GT(row["max_rel_l2"].get<double>(), 1e-5);
+    EXPECT_LT(row["max_rel_l2"].get<double>(), 1e-2);
+    EXPECT_TRUE(row["main_grad_ms"].is_null());  // on GPUs
+    EXPECT_GT(row["memory_bytes"]["moxie"].get<double>(), 0);
+  }
+  // What forward keeps counts.
+  const auto less = nlohmann::json::parse(moxie(command + "--save none --json -").out);
+  EXPECT_LT(less["rows"][0]["memory_bytes"]["moxie"].get<double>(),
+            json["rows"][0]["memory_bytes"]["moxie"].get<double>());
+  EXPECT_NE(moxie(command).out.find("backward, 2 ranks"), std::string::npos);
 }
 
 TEST_F(CliBench, OptionsOverrideTheScenario) {
@@ -93,7 +116,8 @@ for line in sys.stdin:
     command = json.loads(line)
     if command["cmd"] == "setup":
         assert len(command["expert_ids"]) == 2 and sum(command["rows_per_expert"]) > 0
-        answer = {"error": "no room for this one"} if sys.argv[1] == "nccl_torch" and command["hidden"] == 192 else {}
+        assert command["direction"] == "forward"
+        answer = {"error": "no room for this one"} if sys.argv[1] == "nccl_torch" and command["hidden"] == 192 else {"memory_bytes": 5}
     else:
         answer = {"ms": 2.0 if command["mode"] == "burst" else 4.0, "sm_clock_mhz": 1500.0}
     print(json.dumps(answer), flush=True)
@@ -110,6 +134,8 @@ for line in sys.stdin:
   EXPECT_DOUBLE_EQ(row["ratio"].get<double>(), row["moxie_ms"].get<double>() / 2);
   EXPECT_DOUBLE_EQ(row["nccl_ratio"].get<double>(), 2 / row["moxie_ms"].get<double>());
   EXPECT_EQ(row["samples"]["gemm_only sustained"][0], nlohmann::json::array({4.0, 1500.0}));
+  EXPECT_EQ(row["memory_bytes"]["nccl_torch"], 5);
+  EXPECT_FALSE(report["rows"][1]["memory_bytes"].contains("nccl_torch"));
   EXPECT_EQ(report["rows"][1]["gemm_only_ms"], 2.0);
   EXPECT_TRUE(report["rows"][1]["nccl_torch_ms"].is_null());
   ASSERT_EQ(report["notes"].size(), 1u);
@@ -163,7 +189,6 @@ TEST_F(CliBench, WrongCommandLinesAreRefused) {
   expect_error(smoke + "--rounds 0", 2, {"--rounds is 0", "at least 1"});
   expect_error(smoke + "--slabs 0", 2, {"--slabs is 0", "nearest legal value 1"});
   expect_error(smoke + "--devices 0,1", 2, {"--devices", "cpu"});
-  expect_error(smoke + "--direction backward", 1, {"backward is not available"});
   expect_error(smoke + "--direction up", 2, {"--direction is 'up'", "forward, backward"});
   expect_error(smoke + "--round 3", 2, {"no option --round", "--rounds"});
   EXPECT_TRUE(files().empty());

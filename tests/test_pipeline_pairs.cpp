@@ -17,7 +17,7 @@ struct Stream {
 
   // blocks[e] of each expert, shared_blocks of the shared one
   Stream(const Problem& p, const Plan& plan, std::int64_t shared_blocks,
-         const std::vector<std::int32_t>& blocks, std::int64_t dgrad_tile_cols) {
+         const std::vector<std::int32_t>& blocks, BackwardTiling tiling) {
     expert_block[0] = static_cast<std::int32_t>(shared_blocks);
     for (const std::int32_t n : blocks) expert_block.push_back(expert_block.back() + n);
     const std::size_t most = static_cast<std::size_t>(expert_block.back()) + blocks.size() + 2;
@@ -32,7 +32,7 @@ struct Stream {
     t.num_blocks = expert_block.back();
     t.expert_block = expert_block.data();
     pairs = number_pairs(build_chunks(p, plan, t, block.data(), expert.data(), after.data(),
-                                      step_ticket.data(), dgrad_tile_cols),
+                                      step_ticket.data(), tiling),
                          step_pair.data());
   }
 };
@@ -50,10 +50,12 @@ TEST(PipelinePairs, EveryTicketOnceInOrderAndNeverTwoKinds) {
     Plan plan;
     plan.chunk_blocks = 1 + below(5);
     plan.lag_chunks = 1 + below(3);
+    plan.save = below(2) == 0 ? SavePolicy::none : SavePolicy::z;
+    plan.saved_rows = plan.save == SavePolicy::none ? 0 : below(8) * kBlockRows;
     std::vector<std::int32_t> blocks(static_cast<std::size_t>(1 + below(5)));
     for (auto& n : blocks) n = below(8);
     const Stream s(p, plan, p.shared.intermediate > 0 ? below(4) : 0, blocks,
-                   below(2) == 0 ? kFc1TileCols : kWideDgradTileCols);
+                   below(2) == 0 ? BackwardTiling{} : kGpuBackwardTiling);
     const BackwardStream& stream = s.pairs.stream;
     std::int64_t next = 0;
     for (std::int64_t i = 0; i < s.pairs.num_pairs(); ++i) {
@@ -73,12 +75,35 @@ TEST(PipelinePairs, WideDgradTilesHalveTheirNumber) {
   Problem p;
   p.hidden = 256;
   p.intermediate = 1408;
-  const Plan plan;
-  const Stream twin(p, plan, 0, {3, 0, 1}, kFc1TileCols),
-      gpu(p, plan, 0, {3, 0, 1}, kWideDgradTileCols);
+  const Plan plan{.chunk_blocks = 8, .saved_rows = 4 * kBlockRows};
+  const Stream twin(p, plan, 0, {3, 0, 1}, {}), gpu(p, plan, 0, {3, 0, 1}, kGpuBackwardTiling);
   EXPECT_EQ(twin.pairs.stream.dgrad_tiles, 11);
   EXPECT_EQ(gpu.pairs.stream.dgrad_tiles, 6);
   EXPECT_EQ(twin.pairs.stream.num_tickets() - gpu.pairs.stream.num_tickets(), 4 * (11 - 6));
+}
+
+// Where z is remade, by tiles before the dgrad tiles that read it, and for no block that has it.
+TEST(PipelinePairs, RemadeBlocksComeBeforeTheirDgradTiles) {
+  Problem p;
+  p.hidden = 256;
+  p.intermediate = 320;
+  p.shared.intermediate = 192;
+  for (const SavePolicy save : {SavePolicy::none, SavePolicy::z}) {
+    const std::int64_t saved = save == SavePolicy::none ? 0 : 2, shared = 2;
+    const Plan plan{.chunk_blocks = 2, .save = save, .saved_rows = saved * kBlockRows};
+    const Stream s(p, plan, shared, {3, 0, 2}, kGpuBackwardTiling);
+    const BackwardStream& stream = s.pairs.stream;
+    std::vector<std::int64_t> remade(shared + 5);
+    for (std::int64_t i = 0; i < stream.num_tickets(); ++i) {
+      const Task task = stream.task(i);
+      const auto b = static_cast<std::size_t>(task.block.v);
+      if (task.kind == TaskKind::fc1) ++remade[b];
+      if (task.kind != TaskKind::dgrad) continue;
+      const bool is_shared = task.block.v < shared;
+      const bool has_z = is_shared ? save != SavePolicy::none : task.block.v < shared + saved;
+      EXPECT_EQ(remade[b], has_z ? 0 : num_fc1_tiles(is_shared ? 192 : 320)) << "block " << b;
+    }
+  }
 }
 
 }  // namespace

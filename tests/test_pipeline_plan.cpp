@@ -168,6 +168,22 @@ TEST(PipelineLayout, RegionsAreAlignedAndDisjoint) {
   expect_disjoint(backward, w.num_bytes);
 }
 
+// One tensor map of the GPU reaches all rings of a kind.
+TEST(PipelineLayout, RingsOfTheBackwardLieBehindEachOther) {
+  const auto follows = [](const Region& first, const Region& second) {
+    return second.offset == first.offset + first.num_bytes;
+  };
+  for (const std::int64_t ring_blocks : {0, 21}) {
+    Problem p = legal();
+    p.shared = {p.intermediate + 64, true};
+    const WorkspaceLayout w = workspace_layout(
+        p, resolve(p, {.backward_ring_blocks = ring_blocks, .save = SavePolicy::none}));
+    EXPECT_TRUE(follows(w.dy_ring, w.xb_ring));
+    EXPECT_TRUE(follows(w.dgate_ring, w.dup_ring));
+    EXPECT_TRUE(follows(w.dup_ring, w.wa_ring));
+  }
+}
+
 TEST(PipelineLayout, UnusedOptionsTakeNoMemory) {
   const Problem p = legal();
   const WorkspaceLayout w = workspace_layout(p, resolve(p, {}));

@@ -8,7 +8,7 @@
 
 #include "moxie/backend.h"
 #include "moxie/backend_cuda/cuda_memory.h"
-#include "moxie/backend_cuda/forward_params.h"
+#include "moxie/backend_cuda/pass_params.h"
 
 namespace moxie::backend_cuda {
 

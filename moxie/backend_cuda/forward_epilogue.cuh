@@ -2,26 +2,11 @@
 // accumulators. Rounding points are those of expert/expert.h; the CPU twin is roles_compute.h.
 #pragma once
 
-#include <cuda_pipeline.h>
-
 #include "moxie/backend_cuda/forward_policies.cuh"
 #include "moxie/combine/combine_cuda.cuh"
+#include "moxie/expert/bias_cuda.cuh"
 
 namespace moxie::backend_cuda {
-
-using expert::EpilogueWarp;
-
-// The same warp, but the compiler cannot tell: what depends on its lane is computed where it is
-// needed, not kept in registers through the main loop.
-__device__ __forceinline__ EpilogueWarp opaque(EpilogueWarp warp) {
-  warp.lane_idx = static_cast<int32_t>(ptx::get_sreg_laneid());
-  asm volatile("" : "+r"(warp.lane_idx), "+r"(warp.warp_row));
-  // As an address of shared memory: half the registers, and its loads stay shared ones.
-  auto staging = static_cast<uint32_t>(__cvta_generic_to_shared(warp.staging));
-  asm volatile("" : "+r"(staging));
-  warp.staging = static_cast<bf16*>(__cvta_shared_to_generic(staging));
-  return warp;
-}
 
 // sigmoid(x) by one tanh.
 __device__ __forceinline__ float sigmoid_approx(float x) {
@@ -37,8 +22,9 @@ struct ForwardEpilogue {
   // would need 216 registers for the GEMM alone.
   static constexpr int kNumDeferred = 2;
   static constexpr bool kPublishes = true;
+  static constexpr bool kResumes = false;
   const ForwardCommon& common;
-  const RankParams& rank;
+  const ForwardRank& rank;
   ForwardState& state;
 
   struct Prepared {
@@ -230,36 +216,24 @@ struct ForwardEpilogue {
     }
   }
 
-  // The tile's 256 biases, to this warp's staging: nothing else is there between two tiles' pieces.
   __device__ __forceinline__ void prefetch_bias(const Tile& tile, const EpilogueWarp& warp) const {
     const bool fc1 = is_fc1(tile);
-    const int64_t width = fc1 ? common.problem.intermediate : common.problem.hidden;
-    const bf16* bias = fc1 ? (warp.lane_idx < 16 ? rank.gate_bias : rank.up_bias) : rank.down_bias;
-    const int64_t column = fc1 ? tile.n_tile * (BLOCK_N / 2) + warp.lane_idx % 16 * 8
-                               : tile.n_tile * BLOCK_N + warp.lane_idx * 8;
-    if (column < width) {
-      __pipeline_memcpy_async(warp.staging + warp.lane_idx * 8,
-                              bias + tile.expert_idx * width + column, 16);
-    }
-    __pipeline_commit();
+    const int64_t width = fc1 ? common.problem.intermediate : common.problem.hidden,
+                  column = tile.n_tile * (fc1 ? BLOCK_N / 2 : BLOCK_N),
+                  first = tile.expert_idx * width + column;
+    if (fc1)
+      expert::prefetch_biases(rank.gate_bias + first, rank.up_bias + first, width - column,
+                              width - column, warp);
+    else
+      expert::prefetch_biases(rank.down_bias + first, rank.down_bias + first + BLOCK_N / 2,
+                              width - column, width - column - BLOCK_N / 2, warp);
   }
 
   // g += gate bias, u += up bias; y += w * down bias.
   __device__ __forceinline__ void add_bias(float (&acc)[128], const Prepared& prepared,
                                            const Tile& tile, const EpilogueWarp& warp) const {
-    __pipeline_wait_prior(0);
-    __syncwarp();  // the biases, to all lanes
-    const uint32_t* pairs = reinterpret_cast<const uint32_t*>(warp.staging) + warp.lane_idx % 4;
     const bool fc1 = is_fc1(tile);
-#pragma unroll
-    for (int32_t j = 0; j < 32; ++j) {
-      const uint32_t pair = pairs[j * 4];
-      const float bias[2] = {__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u)};
-#pragma unroll
-      for (int32_t i = 0; i < 4; ++i)
-        acc[4 * j + i] += (fc1 ? 1.0f : prepared.weight[i / 2]) * bias[i % 2];
-    }
-    __syncwarp();  // all have read them before staging is used again
+    expert::add_biases(acc, fc1 ? 1.0f : prepared.weight[0], fc1 ? 1.0f : prepared.weight[1], warp);
   }
 };
 

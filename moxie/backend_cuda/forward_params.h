@@ -1,148 +1,35 @@
-// What the host hands to the fused forward kernel, all of it by value as kernel parameters: a
-// captured graph keeps its own copy, and tensor maps may be read from there. The launch covers the
-// ranks of one GPU.
+// What only the fused forward kernel gets from the host, beside pass_params.h.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
-#include "moxie/device/bounded_wait.cuh"
+#include "moxie/backend_cuda/pass_params.h"
 #include "moxie/expert/grouped_gemm_epilogues_cuda.cuh"
-#include "moxie/moxie.h"
-#include "moxie/pipeline/layout.h"
-#include "moxie/pipeline/tasks.h"
-#include "moxie/schedule/schedule_cuda.cuh"
-#include "moxie/trace/device_trace.h"
 
 namespace moxie::backend_cuda {
-
-inline constexpr int kMaxLocalRanks =
-    8;                                // of one launch: 3 KB of parameters each, 32 KB are allowed
-inline constexpr int kMaxRanks = 64;  // one heap address each
-// ExpiredWait::what: a WaitFor from here on, below it a WaitSite of the GEMM loop.
-inline constexpr std::uint32_t kWaitForBase = 64;
 
 // The operand sets of the expert GEMM; Tile::product.
 enum Product : std::uint8_t { kFc1, kFc2, kSharedFc1, kSharedFc2, kNumProducts };
 
-// Failure of a pass before any row moved; in host memory, written by the rank's first CTA.
-struct PassReport {
-  std::uint32_t written;           // a pipeline::Verdict, 0 = nothing to report
-  std::int64_t bad_route, bad_id;  // invalid_route
-  std::int64_t wanted_blocks;      // capacity_exceeded: what this rank would have needed
-};
-
-// Workspace of one rank: pipeline/layout.h's, then what only the GPU needs.
-struct CudaWorkspaceLayout {
-  pipeline::Region sort_counts;  // i32 [kMaxSortCtas, E]
-  pipeline::Region result;       // ScheduleResult
-  pipeline::Region pulled;       // u64 [R, T_max] of dispatch, where a token is pulled once
-  pipeline::Region words;        // PassWords [2]: two banks, like the counters
-  std::int64_t num_bytes = 0;
-};
-struct ScheduleResult {
-  std::int32_t num_blocks, push_blocks;  // PushTable::num_blocks
-  std::uint32_t verdict;                 // pipeline::Verdict
-};
-struct PassWords {
-  std::uint32_t num_counted;  // CTAs whose route counts are written
-  std::uint32_t num_placed;   // CTAs whose routes are placed and shared rows weighed
-  std::uint32_t bad_route;    // see RouteSort
-};
-// A token crosses the link once where the ring keeps the rows of the whole pass. (Its place among
-// all ranks' tokens is kept in 32 bits.)
-inline bool pulls_once(const Problem& p, const Plan& plan) {
-  return plan.dispatch == DispatchMode::pull && p.num_ranks > 1 &&
-         p.num_ranks * p.max_tokens <= INT32_MAX &&
-         plan.x_ring_blocks >= plan.capacity_rows / pipeline::kBlockRows;
-}
-inline CudaWorkspaceLayout cuda_workspace_layout(const Problem& p, const Plan& plan) {
-  pipeline::RegionPacker pack;
-  pack.rewind(align_up(pipeline::workspace_layout(p, plan).num_bytes, pipeline::kRegionAlign));
-  CudaWorkspaceLayout l;
-  l.sort_counts = pack.take(schedule::kMaxSortCtas * p.num_experts * 4);
-  l.result = pack.take(sizeof(ScheduleResult));
-  l.pulled = pack.take(pulls_once(p, plan) ? p.num_ranks * p.max_tokens * 8 : 0);
-  l.words = pack.take(2 * sizeof(PassWords));
-  l.num_bytes = pack.end();
-  return l;
-}
-
-struct RankParams {
+struct ForwardRank : PassRank {
   expert::GemmOperands operands[kNumProducts];
   expert::GemmOutput outputs[kNumProducts];  // hidden ring, y or unused, shared_hidden, shared_out
   expert::GemmOutput z, shared_z;            // [rows, 2 I] context, data = null: not saved
-  std::byte* workspace;
-  const bf16* x;                   // [T, H]
-  const void* expert_ids;          // [T, K]
-  const float* route_weights;      // [T, K]
-  bf16* y;                         // [T, H]
-  const bf16* gate_bias;           // [E_local, I] or null, as the next two
-  const bf16* up_bias;             // [E_local, I]
-  const bf16* down_bias;           // [E_local, H]
-  const bf16* shared_output_gate;  // [H] or null
-  std::int32_t* keep_ids;          // [T, K] context or null, as the next one
-  float* keep_weights;             // [T, K]
-  trace::DeviceEvent* events;      // [CTAs, event_capacity] or null: not traced
-  std::uint32_t* num_events;       // [CTAs]
-  std::uint32_t event_capacity;    // of a CTA
-  std::int64_t num_tokens;
-  RankId me;
-  DType id_dtype;
 };
 
-struct ForwardCommon {
-  Problem problem;
-  Plan plan;
-  pipeline::Extents extents;
-  pipeline::HeapLayout heap;
-  pipeline::WorkspaceLayout workspace;
-  pipeline::CounterLayout counters;
-  CudaWorkspaceLayout cuda_workspace;
-  std::byte* heaps[kMaxRanks];
+struct ForwardCommon : PassCommon {
   std::byte* workspaces[kMaxRanks];  // push dispatch writes there
   bf16* keep_x[kMaxRanks];           // [saved_blocks * 128, H] context or null, likewise
-  FaultInjection faults;
-  std::int64_t proven_blocks;    // capacity at which no routing can exceed it
-  std::int64_t saved_blocks;     // routed blocks whose z (and x) the context keeps
-  std::uint32_t* abort_flag;     // [1 + R] one for all ranks of the process, then their claims
-  device::ExpiredWait* expired;  // [R] host memory
-  PassReport* reports;           // [R] host memory
-  std::uint64_t timeout_ns;
-  std::int32_t ctas_per_rank;
-  std::uint32_t phases;  // of this launch
-  bool keep_schedule;    // measuring: nothing is staged, the tables of the pass before hold
 };
 
 template <int kNumLocalRanks>
 struct ForwardParams {
   ForwardCommon common;
-  RankParams ranks[kNumLocalRanks];
+  ForwardRank ranks[kNumLocalRanks];
 };
-static_assert(sizeof(ForwardParams<kMaxLocalRanks>) <= 32764);
+static_assert(sizeof(ForwardParams<kMaxLocalRanks>) <= kMaxParamBytes);
 
-// What one launch does of a pass: everything, or in split mode one phase after the other.
-enum Phase : std::uint32_t {
-  kStagePhase = 1,  // stage, sort, agree, schedule
-  kDispatchPhase = 2,
-  kFc1Phase = 4,  // and the shared expert
-  kFc2Phase = 8,  // and combine
-  kMergePhase = 16,
-  kAllPhases = 31,
-  kClosePhase = 32,  // beside others: the pass ends with this launch
-};
-
-// One launch from dispatch to FC2, with or without merge: not split mode.
-inline constexpr std::uint32_t kOverlapPhases = kDispatchPhase | kFc1Phase | kFc2Phase;
-
-// One built configuration of the kernel.
-struct ForwardKernel {
-  const void* function;
-  std::size_t shared_bytes;
-};
 // `general`: biases and clamped activations; else plain SwiGLU. Takes ForwardParams<1 or
 // kMaxLocalRanks>.
 // cluster_size 2: pairs of CTAs share B by multicast (slabs order).
-ForwardKernel forward_kernel(bool general, bool several_ranks, int cluster_size);
+FusedKernel forward_kernel(bool general, bool several_ranks, int cluster_size);
 
 }  // namespace moxie::backend_cuda

@@ -5,21 +5,21 @@ namespace moxie::backend_cuda {
 namespace {
 
 template <bool kGeneral, int kNumLocalRanks, int kClusterSize>
-ForwardKernel built() {
+FusedKernel built() {
   return {
       reinterpret_cast<const void*>(&fused_forward_kernel<kGeneral, kNumLocalRanks, kClusterSize>),
       sizeof(ForwardShared)};
 }
 
 template <bool kGeneral, int kNumLocalRanks>
-ForwardKernel with_cluster(int cluster_size) {
+FusedKernel with_cluster(int cluster_size) {
   return cluster_size == 2 ? built<kGeneral, kNumLocalRanks, 2>()
                            : built<kGeneral, kNumLocalRanks, 1>();
 }
 
 }  // namespace
 
-ForwardKernel forward_kernel(bool general, bool several_ranks, int cluster_size) {
+FusedKernel forward_kernel(bool general, bool several_ranks, int cluster_size) {
   if (several_ranks) {
     return general ? with_cluster<true, kMaxLocalRanks>(cluster_size)
                    : with_cluster<false, kMaxLocalRanks>(cluster_size);

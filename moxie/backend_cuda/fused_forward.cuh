@@ -25,14 +25,6 @@ template <int kClusterSize>
 using ForwardConfig = expert::GemmConfig<kClusterSize, 104, 200>;
 using ForwardShared = expert::GemmShared<ForwardSchedule>;
 
-// Fault injection: this rank comes late_ms late.
-__device__ __forceinline__ void come_late(const FaultInjection& faults, RankId me) {
-  if (faults.late_rank != me.v) return;
-  const uint64_t begin_ns = ptx::get_sreg_globaltimer();
-  while (ptx::get_sreg_globaltimer() - begin_ns < static_cast<uint64_t>(faults.late_ms) * 1000000)
-    __nanosleep(1000);
-}
-
 template <bool kGeneral, int kNumLocalRanks, int kClusterSize>
 __global__ void __launch_bounds__(expert::kNumThreads, 1)
     fused_forward_kernel(const __grid_constant__ ForwardParams<kNumLocalRanks> params) {
@@ -42,22 +34,18 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
   ForwardState& state = shared.schedule;
   const ForwardCommon& common = params.common;
   const int32_t local_rank = kNumLocalRanks == 1 ? 0 : blockIdx.x / common.ctas_per_rank;
-  const RankParams& rank = params.ranks[local_rank];
+  const ForwardRank& rank = params.ranks[local_rank];
   const schedule::Cta cta{static_cast<int32_t>(blockIdx.x) - local_rank * common.ctas_per_rank,
                           common.ctas_per_rank};
   if (common.faults.kill_rank == rank.me.v)
     return;  // fault injection: peers must find out by themselves
   come_late(common.faults, rank.me);
 
-  if (threadIdx.x == 0) {
-    for (uint64_t& stored : state.tile_stored)
-      ptx::mbarrier_init(&stored, expert::kNumConsumerWarps);
-    for (uint64_t& read : state.partner_read) ptx::mbarrier_init(&read, 1);
-    ptx::mbarrier_init(&state.dispatched, kMaxDispatchWarps * kClusterSize);
-  }
+  initialise_pass_barriers<kClusterSize>(state);
   expert::initialise_barriers<kClusterSize>(shared);  // and hands all of them to the cluster
   if (threadIdx.x == 0) {
     open_pass(common, rank, cta, state);
+    choose_staged(common, rank, state);
   }
   __syncthreads();
   int32_t* scratch =
@@ -67,7 +55,7 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
     if (!common.keep_schedule) {
       if (!sort_routes(common, rank, state, cta, scratch)) return;
       if (cta.idx == 0) {
-        schedule_pass(common, rank, state, cta, scratch);
+        schedule_pass(common, rank, state, cta, scratch, ForwardTables{common, rank});
       } else {
         stage_tokens(common, rank, state, StageUntil::scheduled);  // useful while it waits
       }
@@ -75,7 +63,8 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
       announce_staged(common, rank.me, state.epoch);
     }
   }
-  if (!read_schedule(common, rank, state)) return;
+  const auto fill = [&](const ScheduleResult& result) { fill_state(common, rank, state, result); };
+  if (!read_schedule(common, rank, state, fill)) return;
   if (state.verdict != Verdict::go) return close_pass(common, rank, state);
   // The scratch was written by plain stores; tensor copies write there next.
   ptx::fence_proxy_async(ptx::space_shared);
@@ -83,6 +72,7 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
 
   const ForwardGemm<kGeneral> gemm{
       rank.operands, {common, rank, state}, {common, state}, state.barrier_limits};
+  const ForwardPublisher publisher{common, rank, state};
   const DispatchTeam team = dispatch_team(common, cta);
   const bool is_dedicated = team.has(cta) && team.is_dedicated();
   const bool multiplies = !(is_dedicated && stays_with_rows(common));
@@ -96,9 +86,9 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
         // no tickets
       } else if (expert::is_first_cta<kClusterSize>()) {
         if (!is_dedicated || wait_dispatched(state))
-          post_and_publish<kClusterSize>(common, rank, shared);
+          post_and_publish<kClusterSize, ForwardSchedule>(publisher, shared);
       } else if constexpr (kClusterSize > 1) {
-        publish_only(common, rank, shared);
+        publish_only(publisher, shared);
       }
     } else if (team.has(cta)) {
       dispatch_rows(common, rank, state, team);

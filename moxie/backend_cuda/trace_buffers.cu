@@ -8,7 +8,7 @@ namespace moxie::backend_cuda {
 using trace::DeviceEvent;
 
 void TraceBuffers::bind(bool traced, std::int64_t rank, int device, std::int32_t num_ctas,
-                        std::int32_t capacity, RankParams& params) {
+                        std::int32_t capacity, PassRank& params) {
   params.events = nullptr;
   if (!traced) return;
   const auto idx = static_cast<std::size_t>(rank);

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "moxie/backend_cuda/cuda_memory.h"
-#include "moxie/backend_cuda/forward_params.h"
+#include "moxie/backend_cuda/pass_params.h"
 
 namespace moxie::backend_cuda {
 
@@ -13,7 +13,7 @@ class TraceBuffers {
  public:
   // Points the rank's parameters at its empty buffer, or at none. Traced: waits for the GPU.
   void bind(bool traced, std::int64_t rank, int device, std::int32_t num_ctas,
-            std::int32_t capacity, RankParams& params);
+            std::int32_t capacity, PassRank& params);
   // After the pass: the events of all ranks. Returns how many were lost.
   std::int64_t collect(trace::Trace& trace) const;
 

@@ -76,11 +76,19 @@ inline cudaError_t encode_column_map(CUtensorMap* map, const Bf16Matrices& m) {
                             {64, 64, 2, 1}});
 }
 
-// The same box from any range of rows of one matrix, where rows past the range's end read as zero
-// whatever lies there: one map for all ranges. Rows count up to kRowBound, the end of dimension 1,
-// and two outer dimensions bring the address back: coordinates of row r of [begin, begin + count)
-// are {0, kRowBound - count + r, chunk, begin + count, kRowBound}. The last stride is -1 row plus
-// 2^35 bytes, and 2^35 * kRowBound = 2^64: addresses wrap round (H200; tests/gpu run it).
+// The same matrices one chunk of 64 rows x 64 columns at a time; rank 3 (column, row, matrix).
+// Chunks below each other are an operand read along its rows, chunks beside each other one read
+// along its columns: one map for both.
+inline cudaError_t encode_chunk_map(CUtensorMap* map, const Bf16Matrices& m) {
+  return encode_tensor_map(map, m, 64);
+}
+
+// Two chunks side by side from any range of rows of one matrix, where rows past the range's end
+// read as zero whatever lies there: one map for all ranges. Rows count up to kRowBound, the end of
+// dimension 1, and two outer dimensions bring the address back: coordinates of row r of [begin,
+// begin + count) are {0, kRowBound - count + r, chunk, begin + count, kRowBound}. The last stride
+// is -1 row plus 2^35 bytes, and 2^35 * kRowBound = 2^64: addresses wrap round (H200; tests/gpu run
+// it).
 inline constexpr int32_t kRowBound = 1 << 29;
 inline cudaError_t encode_bounded_column_map(CUtensorMap* map, const Bf16Matrices& m) {
   const auto row_bytes = static_cast<cuuint64_t>(m.num_columns) * 2;

@@ -27,6 +27,7 @@ inline constexpr int kChunksPerRow = 3;  // in flight per lane and row: 12 toget
 struct Pull {
   std::byte* const* heaps;  // [R]
   const pipeline::HeapLayout* heap;
+  int64_t tokens_offset;  // in every heap: x_in; backward: dy_in
   const pipeline::BlockTable* table;
   pipeline::RowOrigin* origins;  // [routed_blocks * 128]
   bf16* x_ring;                  // [x_ring_blocks * 128, H]
@@ -100,7 +101,7 @@ __device__ __forceinline__ const uint4* source_of(const Pull& p, int32_t rank, i
   const int32_t token = route / static_cast<int32_t>(p.top_k);
   const auto* x = rank == p.table->me.v
                       ? reinterpret_cast<const uint4*>(p.own_x)
-                      : reinterpret_cast<const uint4*>(p.heaps[rank] + p.heap->x_in.offset);
+                      : reinterpret_cast<const uint4*>(p.heaps[rank] + p.tokens_offset);
   return x + token * (p.hidden / 8);
 }
 
@@ -243,6 +244,14 @@ __device__ __forceinline__ void count_rows(const Pull& p, const Quarter& q) {
       static_cast<uint32_t>(q.num_rows));
 }
 
+// A warp. False: gave up.
+template <class Way, class Rows>
+__device__ __forceinline__ bool wait_for_slot(const Way& p, const Rows& q, int32_t lane_idx,
+                                              const MoveLimits& limits) {
+  const bool healthy = lane_idx != 0 || !is_used_slot(p, q) || wait_slot(p, q, limits);
+  return __shfl_sync(~0u, healthy, 0);
+}
+
 // The next quarter waits for nobody: its rows are this rank's own and its slot was never used.
 // Complete after the look-up.
 __device__ __forceinline__ bool needs_no_wait(const Pull& p, const RowsSlot& slot,
@@ -269,7 +278,7 @@ __device__ __forceinline__ int32_t move_quarters(const Way& p, RowsSlot& slot, R
     if constexpr (kOnlyFirst) {
       if (!needs_no_wait(p, slot, lane_idx)) return quarter;
     }
-    const Quarter q = take(p, slot, lane_idx);
+    const auto q = take(p, slot, lane_idx);
     look_up(p, quarter + num_warps, num_quarters, lane_idx, slot);
     if (q.num_rows > 0) {
       delay();
@@ -278,8 +287,7 @@ __device__ __forceinline__ int32_t move_quarters(const Way& p, RowsSlot& slot, R
           is_staged = wait_staged(p, lane_idx, limits);
           if (!is_staged) return kGaveUp;
         }
-        const bool healthy = lane_idx != 0 || !is_used_slot(p, q) || wait_slot(p, q, limits);
-        if (!__shfl_sync(~0u, healthy, 0)) return kGaveUp;
+        if (!wait_for_slot(p, q, lane_idx, limits)) return kGaveUp;
       }
       const uint64_t begin_ns = recorder.now();
       copy_rows(p, q, lane_idx);
@@ -300,8 +308,8 @@ __device__ __forceinline__ int32_t move_quarters(const Way& p, RowsSlot& slot, R
 // Role of one warp. `recorder` writes the timeline, `delay` injects faults, after_first() is called
 // once, when the warp's part of the first blocks is out or has to wait. Returns when its rows are
 // out, or when a wait gave up.
-template <class Recorder, class Delay, class AfterFirst>
-__device__ __forceinline__ void pull_rows(const Pull& p, RowsSlot& slot, Recorder& recorder,
+template <class Way, class Recorder, class Delay, class AfterFirst>
+__device__ __forceinline__ void pull_rows(const Way& p, RowsSlot& slot, Recorder& recorder,
                                           int32_t warp_idx, int32_t num_warps,
                                           const MoveLimits& limits, const Delay& delay,
                                           const AfterFirst& after_first) {

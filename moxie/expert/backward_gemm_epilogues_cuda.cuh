@@ -16,99 +16,56 @@ __device__ __forceinline__ float high_bf16(uint32_t pair) {
   return __uint_as_float(pair & 0xFFFF0000u);
 }
 
-// From dA' in the accumulators and gate and up in a stage: dgate, dup and wA, which take the places
-// of gate, up and A in that stage and leave from there. A warp reads, overwrites and stores its own
-// 16 rows.
+// SwiGLU's backward on what a warp holds: dA' in its accumulators, gate and up in a stage.
 // kGeneral: the clamped activations too.
 template <bool kGeneral>
-struct DgradEpilogue {
-  static constexpr int kNumDeferred = 1;  // the loop's least; nothing is deferred
-  static constexpr bool kPublishes = false;
-  GemmOutput dgate, dup, wa;
-  const float* row_weight;  // [rows], or null: 1
-  float* dw_partial;        // [rows, num_n_tiles]
-  int32_t num_n_tiles;
-  Activation activation;  // kGeneral only
-
-  using Prepared = RowWeights;
+struct ActivationBackward {
   struct Sums {
     float of_row[2];  // this thread's part of rowsum(dA' . A)
   };
 
-  // Before the main loop, which hides the latency.
-  __device__ __forceinline__ Prepared prepare(const Tile& tile, const EpilogueWarp& warp) const {
-    return load_row_weights(row_weight, tile, warp);
-  }
-
-  __device__ __forceinline__ Sums begin(const Prepared&) const { return {{0.0f, 0.0f}}; }
-
-  // Columns 64 * piece .. + 63 of the tile.
-  __device__ __forceinline__ void convert_stage(const float (&acc)[128], const Prepared& prepared,
-                                                Sums& sums, const Tile& tile, int32_t piece,
-                                                const EpilogueWarp& warp, bf16* stage_a,
-                                                bf16* stage_b) const {
-    const int32_t num_rows = tile.num_rows - warp.warp_row;
-    if (num_rows > 0) {
-      uint8_t* gate_piece = reinterpret_cast<uint8_t*>(stage_b + warp.warp_row * 64);
-      uint8_t* up_piece = gate_piece + BLOCK_M * 128;
-      uint8_t* wa_piece = reinterpret_cast<uint8_t*>(stage_a + warp.warp_row * 64);
-      const int32_t piece_row = warp.lane_idx % 16;
+  // Columns 64 * piece .. + 63 of a tile, 16 rows: dgate, dup and wA take the places of gate, up
+  // and A. This lane's part is then visible to copies that store them, and to those that load the
+  // stage's next contents.
+  static __device__ __forceinline__ void convert_piece(
+      const Activation& activation, const float (&acc)[128], const float (&weights)[2], Sums& sums,
+      int32_t piece, uint8_t* gate_piece, uint8_t* up_piece, uint8_t* wa_piece, int32_t lane_idx) {
+    const int32_t piece_row = lane_idx % 16;
 #pragma unroll
-      for (int32_t j = 0; j < 8; j += 2) {
-        // 16-byte chunk c of row r lies at chunk c ^ (r % 8)
-        const int32_t at = piece_row * 128 + (((j + warp.lane_idx / 16) ^ (piece_row % 8)) * 16);
-        uint32_t gate[4], up[4], out_a[4];
-        device::ldmatrix_x4(gate, gate_piece + at);
-        device::ldmatrix_x4(up, up_piece + at);
+    for (int32_t j = 0; j < 8; j += 2) {
+      // 16-byte chunk c of row r lies at chunk c ^ (r % 8)
+      const int32_t at = piece_row * 128 + (((j + lane_idx / 16) ^ (piece_row % 8)) * 16);
+      uint32_t gate[4], up[4], out_a[4];
+      device::ldmatrix_x4(gate, gate_piece + at);
+      device::ldmatrix_x4(up, up_piece + at);
 #pragma unroll
-        for (int32_t i = 0; i < 4; ++i) {  // columns 8 (j + i / 2) .., rows h = i % 2
-          const float* da = acc + piece * 32 + 4 * j + 2 * i;
-          const float weight = prepared.weight[i % 2];
-          float& sum = sums.of_row[i % 2];
-          const Grads low = backward(da[0], low_bf16(gate[i]), low_bf16(up[i]), weight, sum);
-          const Grads high = backward(da[1], high_bf16(gate[i]), high_bf16(up[i]), weight, sum);
-          gate[i] = pack_bf16(low.gate, high.gate);
-          up[i] = pack_bf16(low.up, high.up);
-          out_a[i] = pack_bf16(low.wa, high.wa);
-        }
-        device::stmatrix_x4(gate_piece + at, gate[0], gate[1], gate[2], gate[3]);
-        device::stmatrix_x4(up_piece + at, up[0], up[1], up[2], up[3]);
-        device::stmatrix_x4(wa_piece + at, out_a[0], out_a[1], out_a[2], out_a[3]);
+      for (int32_t i = 0; i < 4; ++i) {  // columns 8 (j + i / 2) .., rows h = i % 2
+        const float* da = acc + piece * 32 + 4 * j + 2 * i;
+        const float weight = weights[i % 2];
+        float& sum = sums.of_row[i % 2];
+        const Grads low =
+            element(activation, da[0], low_bf16(gate[i]), low_bf16(up[i]), weight, sum);
+        const Grads high =
+            element(activation, da[1], high_bf16(gate[i]), high_bf16(up[i]), weight, sum);
+        gate[i] = pack_bf16(low.gate, high.gate);
+        up[i] = pack_bf16(low.up, high.up);
+        out_a[i] = pack_bf16(low.wa, high.wa);
       }
-      // This lane's part of the pieces, to the copies that store them and to those that load the
-      // stage's next contents.
-      ptx::fence_proxy_async(ptx::space_shared);
-      __syncwarp();
-      const int32_t row = tile.row_begin + warp.warp_row,
-                    column = tile.n_tile * BLOCK_N + piece * 64;
-      store_from_stage(dgate, gate_piece, row, num_rows, column, warp.lane_idx);
-      store_from_stage(dup, up_piece, row, num_rows, column, warp.lane_idx);
-      store_from_stage(wa, wa_piece, row, num_rows, column, warp.lane_idx);
+      device::stmatrix_x4(gate_piece + at, gate[0], gate[1], gate[2], gate[3]);
+      device::stmatrix_x4(up_piece + at, up[0], up[1], up[2], up[3]);
+      device::stmatrix_x4(wa_piece + at, out_a[0], out_a[1], out_a[2], out_a[3]);
     }
-    // One group per stage: its release waits for it.
-    if (warp.lane_idx == 0) ptx::cp_async_bulk_commit_group();
+    ptx::fence_proxy_async(ptx::space_shared);
+    __syncwarp();
   }
 
-  // The row's sum over the tile's columns: over a thread's columns in order, then over four lanes
-  // in a fixed order.
-  __device__ __forceinline__ void finish(const Sums& sums, const Tile& tile,
-                                         const EpilogueWarp& warp) const {
-#pragma unroll
-    for (int32_t h = 0; h < 2; ++h) {
-      float sum = sums.of_row[h];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      const int32_t row = warp.warp_row + warp.lane_idx / 4 + 8 * h;
-      if (warp.lane_idx % 4 == 0 && row < tile.num_rows)
-        dw_partial[int64_t{tile.row_begin + row} * num_n_tiles + tile.n_tile] = sum;
-    }
-  }
-
-  __device__ __forceinline__ void store(const uint32_t (&)[16], int32_t, const Tile&,
-                                        const EpilogueWarp&) const {}
-  __device__ __forceinline__ void publish(const Tile&, uint32_t, const EpilogueWarp&) const {}
-  __device__ __forceinline__ void drain(const EpilogueWarp& warp) const {
-    drain_stores(warp.lane_idx);
+  // The row's sum over the tile's columns, in the first of its four lanes: over a thread's columns
+  // in order, then over the lanes in a fixed order.
+  static __device__ __forceinline__ float row_sum(const Sums& sums, int32_t h) {
+    float sum = sums.of_row[h];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    return sum;
   }
 
  private:
@@ -116,9 +73,9 @@ struct DgradEpilogue {
     float gate, up, wa;
   };
 
-  // One element; the twin of expert::activate_grad. A NaN fails the comparisons and stays a NaN.
-  __device__ __forceinline__ Grads backward(float da, float gate, float up, float weight,
-                                            float& sum) const {
+  // The twin of expert::activate_grad. A NaN fails the comparisons and stays a NaN.
+  static __device__ __forceinline__ Grads element(const Activation& activation, float da,
+                                                  float gate, float up, float weight, float& sum) {
     float alpha = 1.0f;
     bool gate_pass = true, up_pass = true;
     if constexpr (kGeneral) {
@@ -142,26 +99,101 @@ struct DgradEpilogue {
     const float d_gate = fmaf(alpha * glu, 0.5f - half_tanh, s) * up;
     return {gate_pass ? weighted * d_gate : 0.0f, up_pass ? weighted * glu : 0.0f, weight * value};
   }
+};
 
-  static __device__ __forceinline__ void store_from_stage(const GemmOutput& out,
-                                                          const uint8_t* piece, int32_t row,
-                                                          int32_t num_rows, int32_t column,
-                                                          int32_t lane_idx) {
-    if (column >= out.num_columns) return;
-    if (num_rows >= 16) {
-      if (lane_idx == 0) {
-        ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &out.map, {column, row, 0},
-                                  piece);
-      }
-      return;
+// 16 rows of 64 columns out of a stage: by tensor copy where all are real, else row by row. `data`
+// is element (row, column) of the matrix, whose rows are `stride` apart.
+__device__ __forceinline__ void store_from_stage(const CUtensorMap& map, int32_t column,
+                                                 int32_t row, bf16* data, int64_t stride,
+                                                 int32_t num_rows, const uint8_t* piece,
+                                                 int32_t lane_idx) {
+  if (num_rows >= 16) {
+    if (lane_idx == 0) {
+      ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &map, {column, row, 0},
+                                piece);
     }
+    return;
+  }
 #pragma unroll 1
-    for (int32_t r = lane_idx / 8; r < num_rows; r += 4) {
-      const int32_t chunk = lane_idx % 8;
-      *reinterpret_cast<uint4*>(out.data + int64_t{row + r} * out.num_columns + column +
-                                chunk * 8) =
-          *reinterpret_cast<const uint4*>(piece + r * 128 + ((chunk ^ (r % 8)) * 16));
+  for (int32_t r = lane_idx / 8; r < num_rows; r += 4) {
+    const int32_t chunk = lane_idx % 8;
+    *reinterpret_cast<uint4*>(data + r * stride + chunk * 8) =
+        *reinterpret_cast<const uint4*>(piece + r * 128 + ((chunk ^ (r % 8)) * 16));
+  }
+}
+
+// From dA' in the accumulators and gate and up in a stage: dgate, dup and wA, which take the places
+// of gate, up and A in that stage and leave from there. A warp reads, overwrites and stores its own
+// 16 rows.
+template <bool kGeneral>
+struct DgradEpilogue {
+  static constexpr int kNumDeferred = 1;  // the loop's least; nothing is deferred
+  static constexpr bool kPublishes = false;
+  static constexpr bool kResumes = false;
+  GemmOutput dgate, dup, wa;
+  const float* row_weight;  // [rows], or null: 1
+  float* dw_partial;        // [rows, num_n_tiles]
+  int32_t num_n_tiles;
+  Activation activation;  // kGeneral only
+
+  using Prepared = RowWeights;
+  using Backward = ActivationBackward<kGeneral>;
+  using Sums = typename Backward::Sums;
+
+  // Before the main loop, which hides the latency.
+  __device__ __forceinline__ Prepared prepare(const Tile& tile, const EpilogueWarp& warp) const {
+    return load_row_weights(row_weight, tile, warp);
+  }
+
+  __device__ __forceinline__ Sums begin(const Prepared&) const { return {{0.0f, 0.0f}}; }
+
+  // Columns 64 * piece .. + 63 of the tile.
+  __device__ __forceinline__ void convert_stage(const float (&acc)[128], const Prepared& prepared,
+                                                Sums& sums, const Tile& tile, int32_t piece,
+                                                const EpilogueWarp& warp, bf16* stage_a,
+                                                bf16* stage_b) const {
+    const int32_t num_rows = tile.num_rows - warp.warp_row;
+    if (num_rows > 0) {
+      uint8_t* gate_piece = reinterpret_cast<uint8_t*>(stage_b + warp.warp_row * 64);
+      uint8_t* up_piece = gate_piece + BLOCK_M * 128;
+      uint8_t* wa_piece = reinterpret_cast<uint8_t*>(stage_a + warp.warp_row * 64);
+      Backward::convert_piece(activation, acc, prepared.weight, sums, piece, gate_piece, up_piece,
+                              wa_piece, warp.lane_idx);
+      const auto store = [&](const GemmOutput& out, const uint8_t* from) {
+        const int32_t row = tile.row_begin + warp.warp_row,
+                      column = tile.n_tile * BLOCK_N + piece * 64;
+        if (column >= out.num_columns) return;
+        store_from_stage(out.map, column, row, out.data + int64_t{row} * out.num_columns + column,
+                         out.num_columns, num_rows, from, warp.lane_idx);
+      };
+      store(dgate, gate_piece);
+      store(dup, up_piece);
+      store(wa, wa_piece);
     }
+    // One group per stage: its release waits for it.
+    if (warp.lane_idx == 0) ptx::cp_async_bulk_commit_group();
+  }
+
+  __device__ __forceinline__ void finish(const Sums& sums, const Tile& tile,
+                                         const EpilogueWarp& warp) const {
+#pragma unroll
+    for (int32_t h = 0; h < 2; ++h) {
+      const float sum = Backward::row_sum(sums, h);
+      const int32_t row = warp.warp_row + warp.lane_idx / 4 + 8 * h;
+      if (warp.lane_idx % 4 == 0 && row < tile.num_rows)
+        dw_partial[int64_t{tile.row_begin + row} * num_n_tiles + tile.n_tile] = sum;
+    }
+  }
+
+  // Of tiles without epilogue stages: there are none.
+  __device__ __forceinline__ void convert(const float (&)[128], const Prepared&, const Tile&,
+                                          const EpilogueWarp&,
+                                          uint32_t (&)[kNumDeferred][16]) const {}
+  __device__ __forceinline__ void store(const uint32_t (&)[16], int32_t, const Tile&,
+                                        const EpilogueWarp&) const {}
+  __device__ __forceinline__ void publish(const Tile&, uint32_t, const EpilogueWarp&) const {}
+  __device__ __forceinline__ void drain(const EpilogueWarp& warp) const {
+    drain_stores(warp.lane_idx);
   }
 };
 
@@ -171,6 +203,7 @@ struct DgradEpilogue {
 struct WgradStore {
   static constexpr int kNumDeferred = 4;
   static constexpr bool kPublishes = false;
+  static constexpr bool kResumes = false;
   GemmOutput out[kMaxWgrads];
   struct Prepared {};
 
@@ -198,11 +231,53 @@ struct WgradStore {
   }
 };
 
+// All of a warp's sums, 16 rows x 256 columns, written to or added to an FP32 matrix (box of 16
+// rows x 32 columns) through the warp's staging.
+__device__ __forceinline__ void store_float_rows(const float (&acc)[128], const CUtensorMap& map,
+                                                 int32_t row_begin, int32_t first_column,
+                                                 int32_t num_columns, bool adds,
+                                                 const EpilogueWarp& warp) {
+  const int32_t row = warp.lane_idx / 4;
+#pragma unroll
+  for (int32_t piece = 0; piece < 8; ++piece) {
+    uint8_t* bytes = reinterpret_cast<uint8_t*>(warp.staging + piece % 2 * (16 * 64));
+    // At most the previous piece's copy is still reading: it has the other buffer.
+    if (warp.lane_idx == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>{});
+    __syncwarp();
+#pragma unroll
+    for (int32_t j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int32_t h = 0; h < 2; ++h) {
+        const int32_t chunk = 2 * j + warp.lane_idx % 4 / 2;  // swizzled as in store_piece
+        const float* pair = acc + piece * 16 + 4 * j + 2 * h;
+        *reinterpret_cast<float2*>(bytes + (row + 8 * h) * 128 + ((chunk ^ row) * 16) +
+                                   warp.lane_idx % 2 * 8) = make_float2(pair[0], pair[1]);
+      }
+    }
+    ptx::fence_proxy_async(ptx::space_shared);  // this lane's part, to the copy engine
+    __syncwarp();
+    const int32_t column = first_column + piece * 32;
+    if (warp.lane_idx == 0) {
+      if (column < num_columns) {
+        const int32_t at[2] = {column, row_begin};
+        if (adds) {
+          ptx::cp_reduce_async_bulk_tensor(ptx::space_global, ptx::space_shared, ptx::op_add, &map,
+                                           at, bytes);
+        } else {
+          ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &map, at, bytes);
+        }
+      }
+      ptx::cp_async_bulk_commit_group();
+    }
+  }
+}
+
 // FP32, written or added, by copies of 16 rows x 32 columns per warp. Nothing can be deferred: the
 // sums fill all registers. An element of C has one tile, so there is one addition per launch.
 struct WgradFloatStore {
   static constexpr int kNumDeferred = 1;
   static constexpr bool kPublishes = false;
+  static constexpr bool kResumes = false;
   CUtensorMap out[kMaxWgrads];      // [E * m, n], box 16 x 32
   int32_t num_columns[kMaxWgrads];  // n
   bool adds;
@@ -214,40 +289,8 @@ struct WgradFloatStore {
                                           const EpilogueWarp& warp,
                                           uint32_t (&)[kNumDeferred][16]) const {
     if (tile.num_rows <= warp.warp_row) return;  // m is a multiple of 64: all 16 rows, or none
-    const int32_t row = warp.lane_idx / 4;
-#pragma unroll
-    for (int32_t piece = 0; piece < 8; ++piece) {
-      uint8_t* bytes = reinterpret_cast<uint8_t*>(warp.staging + piece % 2 * (16 * 64));
-      // At most the previous piece's copy is still reading: it has the other buffer.
-      if (warp.lane_idx == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>{});
-      __syncwarp();
-#pragma unroll
-      for (int32_t j = 0; j < 4; ++j) {
-#pragma unroll
-        for (int32_t h = 0; h < 2; ++h) {
-          const int32_t chunk = 2 * j + warp.lane_idx % 4 / 2;  // swizzled as in store_piece
-          const float* pair = acc + piece * 16 + 4 * j + 2 * h;
-          *reinterpret_cast<float2*>(bytes + (row + 8 * h) * 128 + ((chunk ^ row) * 16) +
-                                     warp.lane_idx % 2 * 8) = make_float2(pair[0], pair[1]);
-        }
-      }
-      ptx::fence_proxy_async(ptx::space_shared);  // this lane's part, to the copy engine
-      __syncwarp();
-      const int32_t column = n_tile_of_wgrad(tile) * BLOCK_N + piece * 32;
-      if (warp.lane_idx == 0) {
-        if (column < num_columns[tile.product]) {
-          const int32_t at[2] = {column, tile.row_begin + warp.warp_row};
-          if (adds) {
-            ptx::cp_reduce_async_bulk_tensor(ptx::space_global, ptx::space_shared, ptx::op_add,
-                                             &out[tile.product], at, bytes);
-          } else {
-            ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &out[tile.product], at,
-                                      bytes);
-          }
-        }
-        ptx::cp_async_bulk_commit_group();
-      }
-    }
+    store_float_rows(acc, out[tile.product], tile.row_begin + warp.warp_row,
+                     n_tile_of_wgrad(tile) * BLOCK_N, num_columns[tile.product], adds, warp);
   }
 
   __device__ __forceinline__ void store(const uint32_t (&)[16], int32_t, const Tile&,

@@ -11,8 +11,6 @@
 
 namespace moxie::expert {
 
-using device::Major;
-
 // ---- a stage, piece by piece ----
 
 // One lane. Waits until the stage may be overwritten and tells its barrier how many bytes will
@@ -60,9 +58,9 @@ struct MapCoordinates {
 // C = sum over parts of A_part B_part: dX has two, gate and up, one after the other along K.
 template <int kParts>
 struct RowOperands {
-  static constexpr Major kMajorB = Major::mn;
-  static __device__ __forceinline__ Major major_of_a(const Tile&) { return Major::k; }
+  static __device__ __forceinline__ Majors majors_of(const Tile&) { return Majors::k_mn; }
   static constexpr int kNumEpilogueStages = 0;
+  static __device__ __forceinline__ bool has_epilogue_stages(const Tile&) { return false; }
   CUtensorMap a[kParts];  // [rows, K], box 128 x 64
   CUtensorMap b[kParts];  // [E, K, N], by columns
   int32_t part_k_blocks;  // ceil(K / BLOCK_K); what is past K reads as zero
@@ -96,6 +94,7 @@ __device__ __forceinline__ bool load_stage(Shared& shared, const RowOperands<kPa
 // of B's place.
 struct DgradOperands : RowOperands<1> {
   static constexpr int kNumEpilogueStages = BLOCK_N / 64;
+  static __device__ __forceinline__ bool has_epilogue_stages(const Tile&) { return true; }
   CUtensorMap gate, up;  // [rows, I] with the rows of z, box 128 x 64
 };
 
@@ -139,9 +138,9 @@ __device__ __forceinline__ int32_t k_begin_of_wgrad(const Tile& tile) {
 __device__ __forceinline__ int32_t num_k_of_wgrad(const Tile& tile) { return tile.expert_idx; }
 
 struct WgradOperands {
-  static constexpr Major kMajorB = Major::mn;
-  static __device__ __forceinline__ Major major_of_a(const Tile&) { return Major::mn; }
+  static __device__ __forceinline__ Majors majors_of(const Tile&) { return Majors::mn_mn; }
   static constexpr int kNumEpilogueStages = 0;
+  static __device__ __forceinline__ bool has_epilogue_stages(const Tile&) { return false; }
   CUtensorMap a;  // [rows, m], by columns, rows bounded by the expert's count
   CUtensorMap b;  // [rows, n], likewise
   int32_t m;

@@ -22,6 +22,8 @@
 
 namespace moxie::expert {
 
+using device::Major;
+
 // ---- tickets: warp 1 of CTA 0 -> every role of both CTAs ----
 
 // Lane r of CTA 0's ticket warp writes the tile of CTA r into its slot.
@@ -113,6 +115,13 @@ __device__ __forceinline__ bool load_stage(Shared& shared, const GemmOperands& o
   return true;
 }
 
+// Stages that a tile takes.
+template <class Operands>
+__device__ __forceinline__ int32_t stages_of(const Operands& operands, const Tile& tile) {
+  return k_blocks_of(operands, tile) +
+         (Operands::has_epilogue_stages(tile) ? Operands::kNumEpilogueStages : 0);
+}
+
 // Warp 0: keeps the stages full, tile by tile.
 template <int kClusterSize, class Params, class Shared>
 __device__ __forceinline__ void load_tiles(const Params& params, Shared& shared) {
@@ -128,11 +137,9 @@ __device__ __forceinline__ void load_tiles(const Params& params, Shared& shared)
       ptx::mbarrier_arrive(&shared.tile_begun);
       healthy = params.readiness.wait(tile, params.limits);
       const auto& operands = params.operands[tile.product];
-      using Operands = std::remove_cvref_t<decltype(operands)>;
+      const int32_t num_stages = stages_of(operands, tile);
 #pragma unroll 1
-      for (int32_t k_block = 0;
-           healthy && k_block < k_blocks_of(operands, tile) + Operands::kNumEpilogueStages;
-           ++k_block) {
+      for (int32_t k_block = 0; healthy && k_block < num_stages; ++k_block) {
         healthy = load_stage<kClusterSize>(shared, operands, tile, k_block * BLOCK_K, stage,
                                            params.limits);
         stage.advance();
@@ -230,22 +237,20 @@ __device__ __forceinline__ void multiply_block(float (&acc)[128], const bf16* a,
 }
 
 // Waits for one K block and multiplies this warpgroup's 64 rows of A.
-template <class Operands, class Shared>
+template <Majors kMajors, class Shared>
 __device__ __forceinline__ bool multiply_stage(float (&acc)[128], Shared& shared,
                                                const RingPosition<kNumStages>& stage,
-                                               const Tile& tile, int32_t warpgroup_idx,
-                                               bool is_first, const device::WaitLimits& limits) {
+                                               int32_t warpgroup_idx, bool is_first,
+                                               const device::WaitLimits& limits) {
   // Signalled by the byte counts of the stage's copies: A and B of this K block are in shared
   // memory.
   const bool healthy =
       device::mbarrier_wait(&shared.stage_full[stage.slot_idx()], stage.parity(), limits,
                             {kWaitStageFull, stage.slot_idx(), stage.parity()});
-  const bf16* a = shared.a[stage.slot_idx()] + warpgroup_idx * (64 * BLOCK_K);
-  const bf16* b = shared.b[stage.slot_idx()];
-  if (Operands::major_of_a(tile) == device::Major::k)
-    multiply_block<device::Major::k, Operands::kMajorB>(acc, a, b, is_first);
-  else
-    multiply_block<device::Major::mn, Operands::kMajorB>(acc, a, b, is_first);
+  multiply_block<kMajors == Majors::mn_mn ? Major::mn : Major::k,
+                 kMajors == Majors::k_k ? Major::k : Major::mn>(
+      acc, shared.a[stage.slot_idx()] + warpgroup_idx * (64 * BLOCK_K), shared.b[stage.slot_idx()],
+      is_first);
   return healthy;
 }
 
@@ -305,81 +310,107 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
       for (int piece = 0; piece < kNumDeferred; ++piece) {
         epilogue.store(packed[piece], piece, packed_tile, warp);
       }
-      if constexpr (kHasEpilogueStages)
+      if (kHasEpilogueStages && Operands::has_epilogue_stages(packed_tile))
         release_stored_stage<kClusterSize, 0>(shared, stage.previous_slot_idx(), lane_idx,
                                               stage_empty);
       epilogue.publish(packed_tile, slot.count - 1, warp);
       packed_tile.num_rows = 0;
     }
     if (!has_tile) break;
-    const int32_t num_k_blocks = k_blocks_of(params.operands[tile.product], tile);
+    const auto& operands = params.operands[tile.product];
     if (skips) {
       epilogue.publish(tile, slot.count, warp);
       slot.advance();
-      has_tile = skip_tile<kClusterSize>(shared, num_k_blocks + Operands::kNumEpilogueStages, stage,
-                                         stage_empty, lane_idx, params.limits) &&
+      has_tile = skip_tile<kClusterSize>(shared, stages_of(operands, tile), stage, stage_empty,
+                                         lane_idx, params.limits) &&
                  read_tile<kClusterSize, kTells>(shared, slot, params.limits, tile);
       continue;
     }
-    bool healthy = true;
+    const int32_t num_k_blocks = k_blocks_of(operands, tile);
+    bool healthy = true, is_fresh = true;
     float acc[128];
-#pragma unroll
-    for (int piece = 0; piece < kNumDeferred; ++piece) {  // K blocks beside which a piece is stored
-      healthy &= multiply_stage<Operands>(acc, shared, stage, tile, warpgroup_idx, piece == 0,
-                                          params.limits);
-      if (kHasEpilogueStages && piece == 0 && packed_tile.num_rows > 0) {
-        release_stored_stage<kClusterSize, 0>(shared, stage.previous_slot_idx(), lane_idx,
-                                              stage_empty);
+    if constexpr (Epilogue::kResumes) {
+      if (epilogue.resumes(tile)) {
+        // Signalled as in multiply_stage(): what the tile goes on from was ready before its rows.
+        healthy = device::mbarrier_wait(&shared.stage_full[stage.slot_idx()], stage.parity(),
+                                        params.limits,
+                                        {kWaitStageFull, stage.slot_idx(), stage.parity()});
+        epilogue.resume(acc, tile, warp);
+        is_fresh = false;
       }
-      if (piece > 0) {
-        device::wgmma_wait_group<1>();  // the previous K block has been read
-        release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
-      }
-      stage.advance();
-      epilogue.store(packed[piece], piece, packed_tile, warp);
     }
-    if (packed_tile.num_rows > 0) epilogue.publish(packed_tile, slot.count - 1, warp);
-    // Only now, after a wait for the tile's first K block: what prepare() reads was ready before A.
-    const auto prepared = epilogue.prepare(tile, warp);
-#pragma unroll 1
-    for (int32_t k_block = kNumDeferred; k_block < num_k_blocks; ++k_block) {
-      healthy &=
-          multiply_stage<Operands>(acc, shared, stage, tile, warpgroup_idx, false, params.limits);
-      device::wgmma_wait_group<1>();
-      release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
-      stage.advance();
-    }
-    packed_tile = tile;
-    if (!healthy) packed_tile.num_rows = 0;  // what was waited for in vain is not stored
-    slot.advance();
-    has_tile = healthy && read_tile<kClusterSize, kTells>(shared, slot, params.limits, tile);
-    device::wgmma_wait_group<0>();
-    release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
-    if constexpr (kHasEpilogueStages) {
-      // Results overwrite what the epilogue has read in a stage and leave from there. The last
-      // stage is handed back beside the next tile's first products.
-      auto sums = epilogue.begin(prepared);
+    typename Epilogue::Prepared prepared;
+    // All of a tile's products in one branch: with a branch per K block, products would be in
+    // flight where branches meet, and the compiler adds waits.
+    const auto multiply = [&]<Majors kMajors>() __attribute__((always_inline)) {
 #pragma unroll
-      for (int32_t piece = 0; piece < Operands::kNumEpilogueStages; ++piece) {
-        // Signalled by the byte counts of the stage's copies, as a K block is.
-        if (!device::mbarrier_wait(&shared.stage_full[stage.slot_idx()], stage.parity(),
-                                   params.limits,
-                                   {kWaitStageFull, stage.slot_idx(), stage.parity()})) {
-          has_tile = false;
-          packed_tile.num_rows = 0;
-        }
-        epilogue.convert_stage(acc, prepared, sums, packed_tile, piece, warp,
-                               shared.a[stage.slot_idx()], shared.b[stage.slot_idx()]);
-        if (piece > 0) {
-          release_stored_stage<kClusterSize, 1>(shared, stage.previous_slot_idx(), lane_idx,
+      for (int piece = 0; piece < kNumDeferred;
+           ++piece) {  // K blocks beside which a piece is stored
+        healthy &= multiply_stage<kMajors>(acc, shared, stage, warpgroup_idx,
+                                           is_fresh && piece == 0, params.limits);
+        if (kHasEpilogueStages && piece == 0 && packed_tile.num_rows > 0 &&
+            Operands::has_epilogue_stages(packed_tile)) {
+          release_stored_stage<kClusterSize, 0>(shared, stage.previous_slot_idx(), lane_idx,
                                                 stage_empty);
         }
+        if (piece > 0) {
+          device::wgmma_wait_group<1>();  // the previous K block has been read
+          release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
+        }
+        stage.advance();
+        epilogue.store(packed[piece], piece, packed_tile, warp);
+      }
+      if (packed_tile.num_rows > 0) epilogue.publish(packed_tile, slot.count - 1, warp);
+      // Only now, after a wait for the tile's first K block: what prepare() reads was ready before
+      // A.
+      prepared = epilogue.prepare(tile, warp);
+#pragma unroll 1
+      for (int32_t k_block = kNumDeferred; k_block < num_k_blocks; ++k_block) {
+        healthy &= multiply_stage<kMajors>(acc, shared, stage, warpgroup_idx, false, params.limits);
+        device::wgmma_wait_group<1>();
+        release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
         stage.advance();
       }
-      epilogue.finish(sums, packed_tile, warp);
-    } else {
-      epilogue.convert(acc, prepared, packed_tile, warp, packed);
+      packed_tile = tile;
+      if (!healthy) packed_tile.num_rows = 0;  // what was waited for in vain is not stored
+      slot.advance();
+      has_tile = healthy && read_tile<kClusterSize, kTells>(shared, slot, params.limits, tile);
+      device::wgmma_wait_group<0>();
+    };
+    switch (Operands::majors_of(tile)) {
+      case Majors::k_k: multiply.template operator()<Majors::k_k>(); break;
+      case Majors::k_mn: multiply.template operator()<Majors::k_mn>(); break;
+      case Majors::mn_mn: multiply.template operator()<Majors::mn_mn>(); break;
     }
+    release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
+    bool converted = false;
+    if constexpr (kHasEpilogueStages) {
+      if (Operands::has_epilogue_stages(packed_tile)) {
+        converted = true;
+        // Results overwrite what the epilogue has read in a stage and leave from there. The last
+        // stage is handed back beside the next tile's first products.
+        auto sums = epilogue.begin(prepared);
+#pragma unroll
+        for (int32_t piece = 0; piece < Operands::kNumEpilogueStages; ++piece) {
+          // Signalled by the byte counts of the stage's copies, as a K block is.
+          if (!device::mbarrier_wait(&shared.stage_full[stage.slot_idx()], stage.parity(),
+                                     params.limits,
+                                     {kWaitStageFull, stage.slot_idx(), stage.parity()})) {
+            has_tile = false;
+            packed_tile.num_rows = 0;
+          }
+          epilogue.convert_stage(acc, prepared, sums, packed_tile, piece, warp,
+                                 shared.a[stage.slot_idx()], shared.b[stage.slot_idx()]);
+          if (piece > 0) {
+            release_stored_stage<kClusterSize, 1>(shared, stage.previous_slot_idx(), lane_idx,
+                                                  stage_empty);
+          }
+          stage.advance();
+        }
+        epilogue.finish(sums, packed_tile, warp);
+      }
+    }
+    if (!converted) epilogue.convert(acc, prepared, packed_tile, warp, packed);
   }
   epilogue.drain(warp);
 }

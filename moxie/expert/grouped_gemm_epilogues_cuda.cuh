@@ -28,10 +28,19 @@ __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
+// Where a piece is stored: rows `stride` elements apart, of which columns below num_columns are
+// written.
+struct PieceTarget {
+  const CUtensorMap& map;
+  bf16* data;
+  int64_t stride;
+  int32_t num_columns;
+};
+
 // Stores 16 rows x 64 columns of one warp: v[2j + h] holds columns 8j + 2*(lane%4) and +1 of row
 // lane/4 + 8h. Full pieces leave by tensor copy, pieces with padding rows by predicated 16-byte
 // stores.
-__device__ __forceinline__ void store_piece(const GemmOutput& out, const uint32_t (&v)[16],
+__device__ __forceinline__ void store_piece(const PieceTarget& out, const uint32_t (&v)[16],
                                             bf16* staging, int32_t row, int32_t num_rows,
                                             int32_t column, int32_t lane_idx) {
   // At most the previous piece's copy is still reading: it has the other buffer.
@@ -62,14 +71,19 @@ __device__ __forceinline__ void store_piece(const GemmOutput& out, const uint32_
       if (r < num_rows && column + chunk * 8 < out.num_columns) {
         const uint4 value =
             *reinterpret_cast<const uint4*>(bytes + r * 128 + ((chunk ^ (r % 8)) * 16));
-        *reinterpret_cast<uint4*>(out.data + int64_t{row + r} * out.num_columns + column +
-                                  chunk * 8) = value;
+        *reinterpret_cast<uint4*>(out.data + (row + r) * out.stride + column + chunk * 8) = value;
       }
     }
     __syncwarp();  // all have read the piece before its buffer is written again
   }
   // One group per piece, an empty one too: the wait above counts groups.
   if (lane_idx == 0) ptx::cp_async_bulk_commit_group();
+}
+__device__ __forceinline__ void store_piece(const GemmOutput& out, const uint32_t (&v)[16],
+                                            bf16* staging, int32_t row, int32_t num_rows,
+                                            int32_t column, int32_t lane_idx) {
+  store_piece(PieceTarget{out.map, out.data, out.num_columns, out.num_columns}, v, staging, row,
+              num_rows, column, lane_idx);
 }
 
 __device__ __forceinline__ void drain_stores(int32_t lane_idx) {
@@ -85,6 +99,7 @@ struct StoreEpilogue {
   static constexpr int kNumPieces = 4;
   static constexpr int kNumDeferred = kDeferred;
   static constexpr bool kPublishes = false;
+  static constexpr bool kResumes = false;
   GemmOutput out;
   struct Prepared {};
 
@@ -149,6 +164,7 @@ __device__ __forceinline__ RowWeights load_row_weights(const float* row_weight, 
 struct SwigluEpilogue {
   static constexpr int kNumDeferred = 2;  // both pieces
   static constexpr bool kPublishes = false;
+  static constexpr bool kResumes = false;
   GemmOutput out;
   const float* row_weight;  // [rows], or null: 1
   using Prepared = RowWeights;

@@ -48,20 +48,21 @@ struct alignas(16) Tile {
   uint8_t product;     // which of the kernel's operand sets
   uint8_t kind;        // TileKind
 };
+// Majors of A and of B: a branch of the loop each.
+enum class Majors : uint8_t { k_k, k_mn, mn_mn };
 enum TileKind : uint8_t { kNoMoreTiles = 0, kOwnB = 1, kSharedB = 2 };
 
 // What one product reads. The two halves of a tile's B are separate matrices for gate/up,
 // neighbouring column groups of one matrix otherwise.
 //
 // A type of operands is a policy: how they lie in a stage (majors), how many K blocks a tile has,
-// how a stage is loaded (an overload of load_stage), how many more stages follow the K blocks whose
-// contents only the epilogue reads. The backward's: backward_gemm_operands_cuda.cuh.
+// how a stage is loaded (an overload of load_stage), and how many more stages follow the K blocks
+// of some tiles (has_epilogue_stages), whose contents only the epilogue reads. The backward's:
+// backward_gemm_operands_cuda.cuh.
 struct GemmOperands {
-  static constexpr device::Major kMajorB = device::Major::k;
-  static __device__ __forceinline__ device::Major major_of_a(const Tile&) {
-    return device::Major::k;
-  }
+  static __device__ __forceinline__ Majors majors_of(const Tile&) { return Majors::k_k; }
   static constexpr int kNumEpilogueStages = 0;
+  static __device__ __forceinline__ bool has_epilogue_stages(const Tile&) { return false; }
   CUtensorMap a;         // [rows, K], box 128 x 64
   CUtensorMap b[2];      // [E, N, K], box 128 x 64, for each half
   int32_t num_k_blocks;  // ceil(K / BLOCK_K), at least kMinKBlocks; what is past K reads as zero

@@ -109,6 +109,11 @@ MOXIE_HD constexpr Extents extents(const Problem& p, const Plan& plan) {
   return e;
 }
 
+// Where whole experts are handed to the weight gradients, no sum is ever put aside.
+MOXIE_HD constexpr bool experts_can_span_chunks(const Extents& e, const Plan& plan) {
+  return plan.chunk_blocks < max64(e.routed_blocks, e.shared_blocks);
+}
+
 // Rank-local workspace. Forward and backward never run at once on a rank: their buffers share
 // addresses.
 struct WorkspaceLayout {
@@ -147,7 +152,7 @@ struct WorkspaceLayout {
   Region wa_ring;        // dtype [ring * 128, max(I, I_s)]   w * A, remade
   Region dw_partial;     // f32 [ring * 128, FC1 tiles]  row sums of dA' . A per column tile
   Region wgrad_partial;  // f32 [3 * H * max(I, I_s)]    running sums of the one expert that spans
-                         // several chunks
+                         // several chunks, where one can
   std::int64_t num_bytes = 0;
 };
 
@@ -162,8 +167,9 @@ struct CounterLayout {
   std::int64_t shared_done;   // shared FC2 (backward: dX) tiles
   std::int64_t x_ready;       // [groups] rows of the minibatch
   std::int64_t fc1_done;      // [blocks] FC1 (backward: dgrad) tiles
-  std::int64_t fc2_done;      // [blocks] FC2 tiles
+  std::int64_t fc2_done;      // [blocks] FC2 tiles; backward on the GPU: FC1 tiles that remake z
   std::int64_t trail_done;    // [chunks] dX and wgrad tiles
+  std::int64_t dgrad_done;    // [chunks] dgrad tiles; GPU, where one wait per tile must do
   std::int64_t y_ready;       // [slabs, routed_blocks] FC2 tiles, if communication workers combine
   std::int64_t num_words;
 };
@@ -194,6 +200,7 @@ MOXIE_HD constexpr CounterLayout counter_layout(const Extents& e) {
   c.fc1_done = take(e.blocks);
   c.fc2_done = take(e.blocks);
   c.trail_done = take(e.chunks);
+  c.dgrad_done = take(e.chunks);
   c.y_ready = take(e.y_counters);
   c.num_words = n;
   return c;
@@ -243,7 +250,8 @@ MOXIE_HD constexpr WorkspaceLayout workspace_layout(const Problem& p, const Plan
   l.dup_ring = pack.take(ring_rows * e.wide_intermediate * elem);
   l.wa_ring = pack.take(ring_rows * e.wide_intermediate * elem);
   l.dw_partial = pack.take(ring_rows * num_fc1_tiles(e.wide_intermediate) * 4);
-  l.wgrad_partial = pack.take(3 * p.hidden * e.wide_intermediate * 4);
+  l.wgrad_partial =
+      pack.take(experts_can_span_chunks(e, plan) ? 3 * p.hidden * e.wide_intermediate * 4 : 0);
   l.num_bytes = max64(forward_end, pack.end());
   return l;
 }

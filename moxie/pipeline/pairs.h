@@ -1,9 +1,9 @@
 // The backward stream two tickets at a time, for a cluster of two CTAs that shares its B operand.
 //
 // Both CTAs of a pair must walk equally many K blocks, so a pair never mixes kinds of tasks or
-// chunks: each step of the stream is three runs (dgrad of its own chunk, dX and wgrad of the chunk
-// lag behind), and a run of an odd number of tickets ends with one that has no partner. Pairs keep
-// the order of tickets: what waits only for earlier tickets waits only for earlier pairs.
+// chunks: each step of the stream is four runs (FC1 and dgrad of its own chunk, dX and wgrad of the
+// chunk lag behind), and a run of an odd number of tickets ends with one that has no partner. Pairs
+// keep the order of tickets: what waits only for earlier tickets waits only for earlier pairs.
 #pragma once
 #include <cstdint>
 
@@ -20,14 +20,17 @@ struct BackwardPairs {
   BackwardStream stream;
   const std::int64_t* step_pair = nullptr;  // [num_steps + 1] first pair of a step
 
-  static constexpr int kNumRuns = 3;
+  static constexpr int kNumRuns = 4;
   // Tickets of run r of a step.
   MOXIE_HD constexpr std::int64_t run_tickets(std::int64_t step, int run) const {
-    if (run == 0) return step < stream.chunks.num_chunks ? stream.lead_tickets(step) : 0;
-    const std::int64_t chunk = step - stream.lag;
-    if (chunk < 0) return 0;
-    const std::int64_t dx = stream.chunks.blocks(chunk).size() * stream.dx_tiles;
-    return run == 1 ? dx : stream.trail_tickets(chunk) - dx;
+    const std::int64_t chunk = run < 2 ? step : step - stream.lag;
+    if (chunk < 0 || chunk >= stream.chunks.num_chunks) return 0;
+    switch (run) {
+      case 0: return stream.fc1_tickets(chunk);
+      case 1: return stream.dgrad_tickets(chunk);
+      case 2: return stream.dx_tickets(chunk);
+      default: return stream.wgrad_of(chunk).size();
+    }
   }
   MOXIE_HD constexpr std::int64_t step_pairs(std::int64_t step) const {
     std::int64_t pairs = 0;
@@ -38,8 +41,13 @@ struct BackwardPairs {
 
   MOXIE_HD constexpr TicketPair pair(std::int64_t i) const {
     const std::int64_t step = last_not_above(step_pair, stream.num_steps(), i);
-    std::int64_t begin = stream.chunks.step_ticket[step];
-    i -= step_pair[step];
+    const std::int64_t begin = stream.chunks.step_ticket[step];
+    const TicketPair in_step = pair(step, i - step_pair[step]);
+    return {begin + in_step.first, in_step.second < 0 ? -1 : begin + in_step.second};
+  }
+  // Pair i of a step, as tickets of the step.
+  MOXIE_HD constexpr TicketPair pair(std::int64_t step, std::int64_t i) const {
+    std::int64_t begin = 0;
     for (int run = 0; run < kNumRuns; ++run) {
       const std::int64_t tickets = run_tickets(step, run), pairs = ceil_div(tickets, 2);
       if (i < pairs) {
@@ -49,7 +57,7 @@ struct BackwardPairs {
       i -= pairs;
       begin += tickets;
     }
-    return {stream.num_tickets(), -1};
+    return {begin, -1};
   }
 };
 

@@ -87,7 +87,14 @@ Plan resolve(const Problem& problem, const Plan& plan) {
   const std::int64_t routed = p.capacity_rows / kBlockRows;
   if (p.x_ring_blocks == 0) p.x_ring_blocks = routed;
   if (p.hidden_ring_blocks == 0) p.hidden_ring_blocks = routed;
-  if (p.backward_ring_blocks == 0) p.backward_ring_blocks = all_blocks(problem, p);
+  const std::int64_t blocks = all_blocks(problem, p);
+  if (p.backward_ring_blocks == 0) p.backward_ring_blocks = blocks;
+  if (p.chunk_blocks == 0) {
+    p.chunk_blocks = p.backward_ring_blocks >= blocks
+                         ? static_cast<std::int32_t>(std::clamp<std::int64_t>(
+                               std::max(routed, blocks - routed), 1, kMaxChunkBlocks))
+                         : kDefaultChunkBlocks;
+  }
   p.num_slabs =
       static_cast<std::int32_t>(std::min<std::int64_t>(p.num_slabs, num_fc2_tiles(problem.hidden)));
   if (p.mode == ExecMode::split) {
@@ -108,7 +115,7 @@ void check(const Problem& problem, const Plan& p) {
   check_between("lag_bands", p.lag_bands, 1, 1 << 20,
                 "FC2 of a band needs all its FC1 tiles first");
   check_between("minibatch_blocks", p.minibatch_blocks, 1, 1 << 20, any);
-  check_between("chunk_blocks", p.chunk_blocks, 1, 1 << 20, any);
+  check_between("chunk_blocks", p.chunk_blocks, 1, kMaxChunkBlocks, any);
   check_between("lag_chunks", p.lag_chunks, 1, INT32_MAX,
                 "dX of a chunk needs all its dgrad tiles first");
   check_between("comm_workers", p.comm_workers, 0, 1024, "0: the backend's own choice");

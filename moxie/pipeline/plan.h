@@ -51,7 +51,9 @@ struct Plan {
       0;  // rows one rank can take, padded to blocks; 0: the worst case, proven
   std::int64_t x_ring_blocks = 0;       // slots for pulled rows; 0: all the capacity
   std::int64_t hidden_ring_blocks = 0;  // slots for hidden rows; 0: all the capacity
-  std::int32_t chunk_blocks = 8;        // backward: blocks of one expert handed to wgrad at a time
+  // Backward: blocks of one expert handed to wgrad at a time; 0: whole experts where the ring holds
+  // every block, else kDefaultChunkBlocks.
+  std::int32_t chunk_blocks = 0;
   std::int32_t lag_chunks = 1;  // backward: chunks by which dgrad runs ahead of dX and wgrad
   std::int64_t backward_ring_blocks = 0;  // backward slots; 0: all the capacity
   SavePolicy save = SavePolicy::z;
@@ -81,6 +83,7 @@ struct PlanSource {
 namespace pipeline {
 
 inline constexpr std::int64_t kMaxPassBlocks = 1 << 24;  // shared and routed
+inline constexpr std::int32_t kDefaultChunkBlocks = 8, kMaxChunkBlocks = 1 << 20;
 
 // The plan of a Layer made without one where nothing better is known. On H200
 // (docs/decisions/005-power-and-the-pass.md) one launch was faster than split mode at 16, 64 and

@@ -56,7 +56,7 @@ inline BlockTable build_blocks(const Problem& p, RankId me, std::int64_t num_tok
 inline BackwardStream build_chunks(const Problem& p, const Plan& plan, const BlockTable& t,
                                    std::int32_t* chunk_block, std::int32_t* chunk_expert,
                                    std::int32_t* chunk_after, std::int64_t* step_ticket,
-                                   std::int64_t dgrad_tile_cols = kFc1TileCols) {
+                                   BackwardTiling tiling = {}) {
   ChunkTable c;
   c.chunk_block = chunk_block;
   c.chunk_expert = chunk_expert;
@@ -80,7 +80,7 @@ inline BackwardStream build_chunks(const Problem& p, const Plan& plan, const Blo
     add_expert(static_cast<std::int32_t>(e), t.expert_block[e], t.expert_block[e + 1]);
   }
   chunk_block[c.num_chunks] = static_cast<std::int32_t>(t.num_blocks);
-  BackwardStream s = backward_stream(p, plan, c, dgrad_tile_cols);
+  BackwardStream s = backward_stream(p, plan, c, t.shared_blocks, tiling);
   step_ticket[0] = 0;
   for (std::int64_t step = 0; step < s.num_steps(); ++step) {
     const std::int64_t lead = step < c.num_chunks ? s.lead_tickets(step) : 0;

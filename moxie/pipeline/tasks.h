@@ -6,7 +6,8 @@
 //   forward, slabs:  shared FC1, shared FC2 | all FC1 by bands | FC2 slab 0 by bands | FC2 slab 1 |
 //   ... forward, lag:    shared FC1, shared FC2 | FC1 band 0 | FC1 band 1 | .. | FC1 band s, FC2
 //   band s - lag | .. backward:        step s:  dgrad of chunk s,  then dX and wgrad of chunk s -
-//   lag
+//   lag. Where the backward's dgrad finds no saved z (on the GPU), the chunk's FC1 tiles, which
+//   remake it, come before its dgrad tiles.
 // Inside a band the column tile is the outer loop: the B operand stays in cache while the band's A
 // rows are walked.
 #pragma once
@@ -152,8 +153,16 @@ struct WgradTiles {
     const std::int64_t rows = m == WeightMatrix::down ? hidden : intermediate;
     const std::int64_t cols = m == WeightMatrix::down ? intermediate : hidden;
     const std::int64_t row_tiles = ceil_div(rows, kWgradTileRows);
-    return {m, tile_range(i % row_tiles, kWgradTileRows, rows),
-            tile_range(i / row_tiles, kWgradTileCols, cols)};
+    const std::int64_t col_tiles = ceil_div(cols, kWgradTileCols);
+    const BlockTile at = raster(i, row_tiles, band(row_tiles, col_tiles), col_tiles);
+    return {m, tile_range(at.block, kWgradTileRows, rows),
+            tile_range(at.tile, kWgradTileCols, cols)};
+  }
+  // Row tiles per band: what runs at once should slide along the longer side of the gradient. 16
+  // row tiles x 8 column tiles are about one wave of an H200, and square: up to 2.5 %
+  // (docs/decisions/007-hopper-backward-loops.md).
+  static MOXIE_HD constexpr std::int64_t band(std::int64_t row_tiles, std::int64_t col_tiles) {
+    return row_tiles > 16 && col_tiles <= 12 ? 4 : 16;
   }
 };
 
@@ -161,7 +170,11 @@ struct BackwardStream {
   ChunkTable chunks;
   std::int64_t shared_dgrad_tiles = 0, dgrad_tiles = 0, dx_tiles = 0;
   WgradTiles shared_wgrad, wgrad;
-  std::int64_t lag = 1;
+  std::int64_t lag = 1, band = 1;
+  // FC1 tiles per block that remake z (0: dgrad does it by itself), and the blocks that need none:
+  // shared ones, or routed ones up to here.
+  std::int64_t shared_fc1_tiles = 0, fc1_tiles = 0;
+  std::int64_t saved_end = 0;  // a block of the pass
 
   MOXIE_HD constexpr bool shared(std::int64_t c) const {
     return chunks.chunk_expert[c] == kSharedExpert;
@@ -172,13 +185,30 @@ struct BackwardStream {
   MOXIE_HD constexpr const WgradTiles& wgrad_of(std::int64_t c) const {
     return shared(c) ? shared_wgrad : wgrad;
   }
-  MOXIE_HD constexpr std::int64_t lead_tickets(std::int64_t c) const {
+  // Blocks of a chunk whose z is remade.
+  MOXIE_HD constexpr Range remade_blocks(std::int64_t c) const {
+    const Range b = chunks.blocks(c);
+    return {shared(c) ? b.begin : min64(max64(b.begin, saved_end), b.end), b.end};
+  }
+  MOXIE_HD constexpr std::int64_t fc1_tiles_of(std::int64_t c) const {
+    return shared(c) ? shared_fc1_tiles : fc1_tiles;
+  }
+  MOXIE_HD constexpr std::int64_t fc1_tickets(std::int64_t c) const {
+    return fc1_tiles_of(c) == 0 ? 0 : remade_blocks(c).size() * fc1_tiles_of(c);
+  }
+  MOXIE_HD constexpr std::int64_t dgrad_tickets(std::int64_t c) const {
     return chunks.blocks(c).size() * dgrad_tiles_of(c);
+  }
+  MOXIE_HD constexpr std::int64_t dx_tickets(std::int64_t c) const {
+    return chunks.blocks(c).size() * dx_tiles;
+  }
+  MOXIE_HD constexpr std::int64_t lead_tickets(std::int64_t c) const {
+    return fc1_tickets(c) + dgrad_tickets(c);
   }
   // dX and wgrad tiles; trail_done[c] reaches this number when the chunk's ring slots are free
   // again
   MOXIE_HD constexpr std::int64_t trail_tickets(std::int64_t c) const {
-    return chunks.blocks(c).size() * dx_tiles + wgrad_of(c).size();
+    return dx_tickets(c) + wgrad_of(c).size();
   }
   MOXIE_HD constexpr std::int64_t num_steps() const {
     return chunks.num_chunks == 0 ? 0 : chunks.num_chunks + lag;
@@ -187,33 +217,57 @@ struct BackwardStream {
 
   MOXIE_HD constexpr Task task(std::int64_t ticket) const {
     const std::int64_t s = last_not_above(chunks.step_ticket, num_steps(), ticket);
-    std::int64_t i = ticket - chunks.step_ticket[s];
-    if (s < chunks.num_chunks) {
-      if (i < lead_tickets(s)) {
-        const std::int64_t height = chunks.blocks(s).size();
-        return {TaskKind::dgrad, BlockId{chunks.blocks(s).begin + i % height}, s, i / height};
-      }
-      i -= lead_tickets(s);
+    return task(s, ticket - chunks.step_ticket[s]);
+  }
+  // Ticket i of a step.
+  MOXIE_HD constexpr Task task(std::int64_t step, std::int64_t i) const {
+    if (step < chunks.num_chunks) {
+      if (i < fc1_tickets(step))
+        return row_task(TaskKind::fc1, step, remade_blocks(step), fc1_tiles_of(step), i);
+      i -= fc1_tickets(step);
+      if (i < dgrad_tickets(step))
+        return row_task(TaskKind::dgrad, step, chunks.blocks(step), dgrad_tiles_of(step), i);
+      i -= dgrad_tickets(step);
     }
-    const std::int64_t c = s - lag, height = chunks.blocks(c).size();
-    if (i < height * dx_tiles)
-      return {TaskKind::dx, BlockId{chunks.blocks(c).begin + i % height}, c, i / height};
-    return {TaskKind::wgrad, BlockId{}, c, i - height * dx_tiles};
+    const std::int64_t c = step - lag;
+    if (i < dx_tickets(c)) return row_task(TaskKind::dx, c, chunks.blocks(c), dx_tiles, i);
+    return {TaskKind::wgrad, BlockId{}, c, i - dx_tickets(c)};
+  }
+
+ private:
+  MOXIE_HD constexpr Task row_task(TaskKind kind, std::int64_t chunk, Range blocks,
+                                   std::int64_t tiles, std::int64_t i) const {
+    const BlockTile at = raster(i, blocks.size(), band, tiles);
+    return {kind, BlockId{blocks.begin + at.block}, chunk, at.tile};
   }
 };
 
-// dgrad_tile_cols: the backend's; it decides when a block's dgrad tiles are all done.
+// What differs between backends.
+struct BackwardTiling {
+  std::int64_t dgrad_tile_cols = kFc1TileCols;  // decides when a block's dgrad tiles are all done
+  bool remakes_z = false;                       // by FC1 tiles; else each dgrad tile for itself
+};
+inline constexpr BackwardTiling kGpuBackwardTiling{kWideDgradTileCols, true};
+
 MOXIE_HD constexpr BackwardStream backward_stream(const Problem& p, const Plan& plan,
                                                   const ChunkTable& chunks,
-                                                  std::int64_t dgrad_tile_cols = kFc1TileCols) {
+                                                  std::int64_t shared_blocks,
+                                                  BackwardTiling tiling = {}) {
   BackwardStream s;
   s.chunks = chunks;
-  s.shared_dgrad_tiles = ceil_div(p.shared.intermediate, dgrad_tile_cols);
-  s.dgrad_tiles = ceil_div(p.intermediate, dgrad_tile_cols);
+  s.shared_dgrad_tiles = ceil_div(p.shared.intermediate, tiling.dgrad_tile_cols);
+  s.dgrad_tiles = ceil_div(p.intermediate, tiling.dgrad_tile_cols);
   s.dx_tiles = num_fc2_tiles(p.hidden);
   s.shared_wgrad = {p.hidden, p.shared.intermediate};
   s.wgrad = {p.hidden, p.intermediate};
   s.lag = plan.lag_chunks;
+  s.band = plan.band_blocks;
+  if (tiling.remakes_z) {
+    const bool saves = plan.save != SavePolicy::none;
+    s.shared_fc1_tiles = saves ? 0 : num_fc1_tiles(p.shared.intermediate);
+    s.fc1_tiles = num_fc1_tiles(p.intermediate);
+    s.saved_end = shared_blocks + (saves ? plan.saved_rows / kBlockRows : 0);
+  }
   return s;
 }
 

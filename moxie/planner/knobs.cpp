@@ -22,8 +22,8 @@ constexpr std::int32_t kOrders[] = {4, 1, 2, 8, -2, -4};  // > 0: slabs; < 0: la
 constexpr std::int32_t kBands[] = {8, 4, 16};
 constexpr std::int32_t kMinibatches[] = {1, 2, 4, 16};
 constexpr std::int32_t kCommWorkers[] = {0, 4, 8, 16, 32};
-constexpr std::int32_t kSaves[] = {1, 0, 2};  // SavePolicy
-constexpr std::int32_t kChunks[] = {8, 4, 16, 32};
+constexpr std::int32_t kSaves[] = {1, 0, 2};           // SavePolicy
+constexpr std::int32_t kChunks[] = {0, 8, 4, 16, 32};  // 0: whole experts
 constexpr std::int32_t kLagChunks[] = {1, 2};
 
 constexpr std::array<Values, kNumKnobs> kKnobs = {{
@@ -106,6 +106,7 @@ std::optional<Plan> build(const Problem& problem, const KnobSet& knobs, Passes p
   const bool split = p.mode == ExecMode::split;
   // Said already by another combination.
   if (passes == Passes::forward && at(knobs, Knob::save) != 0) return {};
+  if (p.chunk_blocks == 0 && value(knobs, Knob::backward_ring) == 1) return {};
   if (split && (order != 4 || p.comm_workers != 0 || p.minibatch_blocks != 1)) return {};
   if (p.comm_workers >= num_sms / 2) return {};
   if (order > pipeline::num_fc2_tiles(problem.hidden)) return {};

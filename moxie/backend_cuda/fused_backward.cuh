@@ -1,0 +1,104 @@
+// The whole backward pass in one kernel, with the roles of fused_forward.cuh: warp 0 loads, warp 1
+// tickets and flags, warps 2-3 pull rows, sum vector gradients and merge, two consumer warpgroups
+// multiply. One GEMM loop, expert/grouped_gemm_cuda.cuh, for all six products. Protocol:
+// docs/protocol.md. The CPU twin is backend_cpu/.
+#pragma once
+
+#include "moxie/backend_cuda/backward_roles.cuh"
+
+namespace moxie::backend_cuda {
+
+// What the GEMM loop calls its parameters.
+template <bool kGeneral>
+struct BackwardGemm {
+  BackwardOperands operands;
+  BackwardEpilogue<kGeneral> epilogue;
+  BackwardReadiness readiness;
+  const device::WaitLimits& limits;
+};
+
+// As in the forward, and for the same reasons.
+template <int kClusterSize>
+using BackwardConfig = expert::GemmConfig<kClusterSize, 104, 200>;
+using BackwardShared = expert::GemmShared<BackwardSchedule>;
+
+template <bool kGeneral, int kNumLocalRanks, int kClusterSize>
+__global__ void __launch_bounds__(expert::kNumThreads, 1)
+    fused_backward_kernel(const __grid_constant__ BackwardParams<kNumLocalRanks> params) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  static_assert(sizeof(BackwardShared) <= 227 * 1024);
+  auto& shared = *reinterpret_cast<BackwardShared*>(shared_bytes);
+  BackwardState& state = shared.schedule;
+  const BackwardCommon& common = params.common;
+  const int32_t local_rank = kNumLocalRanks == 1 ? 0 : blockIdx.x / common.ctas_per_rank;
+  const BackwardRank& rank = params.ranks[local_rank];
+  const schedule::Cta cta{static_cast<int32_t>(blockIdx.x) - local_rank * common.ctas_per_rank,
+                          common.ctas_per_rank};
+  if (common.faults.kill_rank == rank.me.v)
+    return;  // fault injection: peers must find out by themselves
+  come_late(common.faults, rank.me);
+
+  initialise_pass_barriers<kClusterSize>(state);
+  expert::initialise_barriers<kClusterSize>(shared);  // and hands all of them to the cluster
+  if (threadIdx.x == 0) {
+    open_pass(common, rank, cta, state);
+    choose_staged(common, rank, state);
+  }
+  __syncthreads();
+  int32_t* scratch =
+      reinterpret_cast<int32_t*>(shared_bytes);  // the stages, before anything is loaded
+  clear_other_bank(common, rank, state, cta);
+  if (!sort_routes(common, rank, state, cta, scratch)) return;
+  if (cta.idx == 0) {
+    schedule_pass(common, rank, state, cta, scratch, BackwardTables{common, rank});
+  } else {
+    stage_tokens(common, rank, state, StageUntil::scheduled);  // useful while it waits
+  }
+  const auto fill = [&](const ScheduleResult& result) {
+    fill_state<kClusterSize>(common, rank, state, result);
+  };
+  if (!read_schedule(common, rank, state, fill)) return;
+  if (state.verdict != Verdict::go) return close_pass(common, rank, state);
+  // The scratch was written by plain stores; tensor copies write there next.
+  ptx::fence_proxy_async(ptx::space_shared);
+  expert::sync_cluster<kClusterSize>();  // the partner's barriers are ready, its scratch is free
+
+  const BackwardGemm<kGeneral> gemm{
+      {common, rank}, {common, rank, state}, {common, state}, state.barrier_limits};
+  const DispatchTeam team = dispatch_team(common, cta);
+  const bool is_dedicated = team.has(cta) && team.is_dedicated();
+  const BackwardPublisher publisher{common, rank, state};
+  if (threadIdx.x < 128) {
+    device::setmaxnreg_dec<BackwardConfig<kClusterSize>::kProducerRegisters>();
+    const int32_t warp_idx = threadIdx.x / 32;
+    if (warp_idx == 0) {
+      expert::load_tiles<kClusterSize>(gemm, shared);
+    } else if (warp_idx == 1) {
+      if (expert::is_first_cta<kClusterSize>()) {
+        if (!is_dedicated || wait_dispatched(state))
+          post_and_publish<kClusterSize, BackwardSchedule>(publisher, shared);
+      } else if constexpr (kClusterSize > 1) {
+        publish_only(publisher, shared);
+      }
+    } else {
+      if (team.has(cta)) {
+        dispatch_rows(common, rank, state, team);
+        if (is_dedicated) say_dispatched<kClusterSize>(state);
+      } else {
+        stage_tokens(common, rank, state, StageUntil::done);
+      }
+      sum_vectors(common, rank, state, state.stream.chunks.num_chunks);
+    }
+    return_rows(common, rank, state);
+  } else {
+    device::setmaxnreg_inc<BackwardConfig<kClusterSize>::kConsumerRegisters>();
+    work_before_tiles<kClusterSize>(common, rank, state, team);
+    expert::multiply_tiles<kClusterSize>(gemm, shared);
+    return_rows(common, rank, state);
+  }
+  expert::sync_cluster<kClusterSize>();  // nobody leaves while its partner may still write to its
+                                         // memory
+  close_pass(common, rank, state);
+}
+
+}  // namespace moxie::backend_cuda

@@ -1,0 +1,156 @@
+// What the host hands to a fused kernel, forward or backward, all of it by value as kernel
+// parameters: a captured graph keeps its own copy, and tensor maps may be read from there. The
+// launch covers the ranks of one GPU. What only one direction needs: forward_params.h,
+// backward_params.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "moxie/device/bounded_wait.cuh"
+#include "moxie/moxie.h"
+#include "moxie/pipeline/layout.h"
+#include "moxie/pipeline/tasks.h"
+#include "moxie/schedule/schedule_cuda.cuh"
+#include "moxie/trace/device_trace.h"
+
+namespace moxie::backend_cuda {
+
+inline constexpr int kMaxLocalRanks =
+    8;                                // of one launch: 4 KB of parameters each, 32 KB are allowed
+inline constexpr int kMaxRanks = 64;  // one heap address each
+inline constexpr std::size_t kMaxParamBytes = 32764;
+// ExpiredWait::what: a WaitFor from here on, below it a WaitSite of the GEMM loop.
+inline constexpr std::uint32_t kWaitForBase = 64;
+
+// Failure of a pass before any row moved; in host memory, written by the rank's first CTA.
+struct PassReport {
+  std::uint32_t written;           // a pipeline::Verdict, 0 = nothing to report
+  std::int64_t bad_route, bad_id;  // invalid_route
+  std::int64_t wanted_blocks;      // capacity_exceeded: what this rank would have needed
+};
+
+// Workspace of one rank: pipeline/layout.h's, then what only the GPU needs.
+struct CudaWorkspaceLayout {
+  pipeline::Region sort_counts;  // i32 [kMaxSortCtas, E]
+  pipeline::Region result;       // ScheduleResult
+  pipeline::Region pulled;       // u64 [R, T_max] of dispatch, where a token is pulled once
+  pipeline::Region words;        // PassWords [2]: two banks, like the counters
+  pipeline::Region step_pair;    // i64 [steps + 1] backward, clusters of two: pipeline/pairs.h
+  pipeline::Region dy_bias;      // f32 [routed_blocks * 128] backward: dY . bd of each row
+  // f32 [wgrad tiles, 128 * 256] backward: running sums of the expert that spans several chunks, as
+  // the threads of a tile hold them
+  pipeline::Region partial_tiles;
+  std::int64_t num_bytes = 0;
+};
+struct ScheduleResult {
+  std::int32_t num_blocks;
+  std::int32_t push_blocks;  // forward: PushTable::num_blocks
+  std::int32_t num_chunks;   // backward
+  std::uint32_t verdict;     // pipeline::Verdict
+};
+struct PassWords {
+  std::uint32_t num_counted;  // CTAs whose route counts are written
+  std::uint32_t num_placed;   // CTAs whose routes are placed and shared rows weighed
+  std::uint32_t bad_route;    // see RouteSort
+};
+// A token crosses the link once where the ring keeps the rows of the whole pass. (Its place among
+// all ranks' tokens is kept in 32 bits.)
+inline bool pulls_once(const Problem& p, const Plan& plan) {
+  return plan.dispatch == DispatchMode::pull && p.num_ranks > 1 &&
+         p.num_ranks * p.max_tokens <= INT32_MAX &&
+         plan.x_ring_blocks >= plan.capacity_rows / pipeline::kBlockRows;
+}
+inline bool backward_pulls_once(const Problem& p, const Plan& plan) {
+  return p.num_ranks > 1 && p.num_ranks * p.max_tokens <= INT32_MAX &&
+         plan.backward_ring_blocks >= pipeline::extents(p, plan).blocks;
+}
+inline std::int64_t partial_tiles_bytes(const Problem& p, const Plan& plan) {
+  const pipeline::Extents e = pipeline::extents(p, plan);
+  const pipeline::WgradTiles tiles{p.hidden, e.wide_intermediate};
+  return pipeline::experts_can_span_chunks(e, plan)
+             ? tiles.size() * pipeline::kWgradTileRows * pipeline::kWgradTileCols * 4
+             : 0;
+}
+inline CudaWorkspaceLayout cuda_workspace_layout(const Problem& p, const Plan& plan) {
+  pipeline::RegionPacker pack;
+  pack.rewind(align_up(pipeline::workspace_layout(p, plan).num_bytes, pipeline::kRegionAlign));
+  CudaWorkspaceLayout l;
+  l.sort_counts = pack.take(schedule::kMaxSortCtas * p.num_experts * 4);
+  l.result = pack.take(sizeof(ScheduleResult));
+  const bool once = pulls_once(p, plan) || backward_pulls_once(p, plan);
+  l.pulled = pack.take(once ? p.num_ranks * p.max_tokens * 8 : 0);
+  l.words = pack.take(2 * sizeof(PassWords));
+  l.step_pair = pack.take((pipeline::extents(p, plan).chunks + plan.lag_chunks + 2) * 8);
+  l.dy_bias = pack.take(p.expert_bias ? plan.capacity_rows * 4 : 0);
+  l.partial_tiles = pack.take(partial_tiles_bytes(p, plan));
+  l.num_bytes = pack.end();
+  return l;
+}
+
+// One rank's part of a launch, whatever the direction.
+struct PassRank {
+  std::byte* workspace;
+  const bf16* x;                   // [T, H]
+  const void* expert_ids;          // [T, K]
+  const float* route_weights;      // [T, K]
+  bf16* merged;                    // [T, H] y; backward: dX
+  const bf16* gate_bias;           // [E_local, I] or null, as the next two
+  const bf16* up_bias;             // [E_local, I]
+  const bf16* down_bias;           // [E_local, H]
+  const bf16* shared_output_gate;  // [H] or null
+  std::int32_t* keep_ids;          // [T, K] context or null, as the next one
+  float* keep_weights;             // [T, K]
+  trace::DeviceEvent* events;      // [CTAs, event_capacity] or null: not traced
+  std::uint32_t* num_events;       // [CTAs]
+  std::uint32_t event_capacity;    // of a CTA
+  DType id_dtype;
+  std::int64_t num_tokens;
+  RankId me;
+};
+
+// The same for all ranks of a launch.
+struct PassCommon {
+  Problem problem;
+  Plan plan;
+  pipeline::Extents extents;
+  pipeline::HeapLayout heap;
+  pipeline::WorkspaceLayout workspace;
+  pipeline::CounterLayout counters;
+  CudaWorkspaceLayout cuda_workspace;
+  std::byte* heaps[kMaxRanks];
+  FaultInjection faults;
+  std::int64_t proven_blocks;    // capacity at which no routing can exceed it
+  std::int64_t saved_blocks;     // routed blocks whose z (and x) the context keeps
+  std::uint32_t* abort_flag;     // [1 + R] one for all ranks of the process, then their claims
+  device::ExpiredWait* expired;  // [R] host memory
+  PassReport* reports;           // [R] host memory
+  std::uint64_t timeout_ns;
+  std::int32_t ctas_per_rank;
+  std::int32_t num_slabs;  // column slabs of the rows that go home; backward: 1
+  std::uint32_t phases;    // of this launch
+  bool pulls_once;         // a token crosses the link once: CudaWorkspaceLayout::pulled
+  bool keep_schedule;      // measuring: nothing is staged, the tables of the pass before hold
+};
+
+// What one launch does of a pass: everything, or in split mode one phase after the other.
+enum Phase : std::uint32_t {
+  kStagePhase = 1,  // stage, sort, agree, schedule
+  kDispatchPhase = 2,
+  kFc1Phase = 4,  // and the shared expert
+  kFc2Phase = 8,  // and combine
+  kMergePhase = 16,
+  kAllPhases = 31,
+  kClosePhase = 32,  // beside others: the pass ends with this launch
+};
+
+// One launch from dispatch to FC2, with or without merge: not split mode.
+inline constexpr std::uint32_t kOverlapPhases = kDispatchPhase | kFc1Phase | kFc2Phase;
+
+// One built configuration of a kernel.
+struct FusedKernel {
+  const void* function;
+  std::size_t shared_bytes;
+};
+
+}  // namespace moxie::backend_cuda

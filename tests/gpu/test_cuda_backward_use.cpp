@@ -1,0 +1,498 @@
+// The backward of a CUDA world as a caller meets it: contexts, main gradients, captured graphs,
+// timelines, lost and late ranks, and what is refused.
+#include <chrono>
+#include <deque>
+#include <set>
+
+#include "moxie/pipeline/tasks.h"
+#include "tests/gpu/backward_case.h"
+#include "tests/support/expect_error.h"
+
+namespace moxie::test {
+namespace {
+
+Problem three_ranks() {
+  Problem p = with_all_parts(bf16_problem(3, 7, 2, 192, 128), ActivationKind::swiglu_clamped);
+  p.shared.intermediate = 64;
+  return p;
+}
+
+// Microbatches of one model: other tokens, the same weights.
+class CudaBackwardUse : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    MOXIE_NEEDS_GPU();
+    for (std::uint64_t i = 0; i < 4; ++i) {
+      hosts.push_back(bf16_case(three_ranks(), {140, 0, 64}, Routing::zipf));
+      const LayerCase fresh(hosts.back().spec, test_seed() + i);
+      hosts.back().tokens = fresh.tokens;
+      hosts.back().dy = fresh.dy;
+      hosts.back().upload();
+      cases.emplace_back(hosts.back());
+    }
+  }
+  const Problem& problem() const { return hosts.front().problem(); }
+
+  std::deque<LayerCase> hosts;
+  std::deque<BackwardCase> cases;
+};
+
+TEST_F(CudaBackwardUse, live_contexts_backward_in_reverse) {
+  World world = World::cuda(cuda_options(3), on_gpu_0(3));
+  Layer layer(world, problem());
+  std::vector<Context> contexts;
+  for (BackwardCase& c : cases) {
+    c.poison_outputs();
+    contexts.push_back(layer.forward(c.forward_inputs(), c.forward_outputs()));
+  }
+  for (std::size_t i = cases.size(); i-- > 0;)
+    layer.backward(contexts[i], cases[i].inputs(), cases[i].outputs());
+  world.synchronize();
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    const PassOutputs got = cases[i].download();
+    EXPECT_TRUE(same_bits(cases[i].run_alone(), got)) << "microbatch " << i;
+  }
+}
+
+TEST_F(CudaBackwardUse, backward_twice_gives_the_same_bits) {
+  for (const SavePolicy save : {SavePolicy::none, SavePolicy::z, SavePolicy::z_and_x}) {
+    World world = World::cuda(cuda_options(3), on_gpu_0(3));
+    Layer layer(world, problem(), {.save = save});
+    cases[0].poison_outputs();
+    const Context context = layer.forward(cases[0].forward_inputs(), cases[0].forward_outputs());
+    layer.backward(context, cases[0].inputs(), cases[0].outputs());
+    world.synchronize();
+    const PassOutputs first = cases[0].download();
+    expect_close(hosts[0], reference_of(hosts[0]), first);
+    cases[0].poison_outputs();
+    // Another forward in between, so that nothing is left of the first in the workspace.
+    layer.infer(cases[1].forward_inputs(), cases[1].forward_outputs());
+    layer.infer(cases[0].forward_inputs(), cases[0].forward_outputs());
+    layer.backward(context, cases[0].inputs(), cases[0].outputs());
+    world.synchronize();
+    EXPECT_TRUE(same_bits(first, cases[0].download())) << name(save);
+  }
+}
+
+TEST_F(CudaBackwardUse, a_context_is_reusable) {
+  World world = World::cuda(cuda_options(3), on_gpu_0(3));
+  Layer layer(world, problem());
+  Context context = layer.make_context();
+  for (const std::size_t i : {0u, 1u, 2u, 0u, 3u}) {
+    const PassOutputs got = cases[i].run(world, layer, context);
+    EXPECT_TRUE(same_bits(cases[i].run_alone(), got)) << "microbatch " << i;
+  }
+}
+
+TEST_F(CudaBackwardUse, two_layers_share_one_world) {
+  World world = World::cuda(cuda_options(3), on_gpu_0(3));
+  Layer a(world, problem());
+  const LayerCase c = bf16_case(bf16_problem(3, 5, 3, 512, 64), {300, 1, 20});
+  BackwardCase other(c);
+  const Context context_a = a.forward(cases[0].forward_inputs(), cases[0].forward_outputs());
+  Layer b(world, c.problem());  // moves the heaps
+  const Context context_b = b.forward(other.forward_inputs(), other.forward_outputs());
+  a.backward(context_a, cases[0].inputs(), cases[0].outputs());
+  b.backward(context_b, other.inputs(), other.outputs());
+  world.synchronize();
+  const PassOutputs got_a = cases[0].download(), got_b = other.download();
+  EXPECT_TRUE(same_bits(cases[0].run_alone(), got_a));
+  EXPECT_TRUE(same_bits(other.run_alone(), got_b));
+}
+
+TEST_F(CudaBackwardUse, x_in_place_gives_the_bits_of_a_copy) {
+  const PassOutputs want = cases[0].run_alone();
+  World world = World::cuda(cuda_options(3), on_gpu_0(3));
+  Layer layer(world, problem());
+  std::vector<ForwardInput> forward = cases[0].forward_inputs();
+  std::vector<BackwardInput> backward = cases[0].inputs();
+  for (const std::size_t r : {0u, 2u}) {
+    const TensorView buffer = layer.input_buffer(static_cast<std::int64_t>(r));
+    cudaMemcpy(buffer.data, forward[r].x.data,
+               static_cast<std::size_t>(forward[r].x.shape.num_elements() * 2),
+               cudaMemcpyDeviceToDevice);
+    forward[r].x = backward[r].x = {buffer.data, buffer.dtype, forward[r].x.shape};
+  }
+  for (int i = 0; i < 3; ++i) {
+    cases[0].poison_outputs();
+    const Context context = layer.forward(forward, cases[0].forward_outputs());
+    layer.backward(context, backward, cases[0].outputs());
+    world.synchronize();
+    EXPECT_TRUE(same_bits(want, cases[0].download())) << "pass " << i;
+  }
+}
+
+TEST_F(CudaBackwardUse, accumulates_four_microbatches_into_main_grad) {
+  Reference total = reference_of(hosts[0]);
+  for (std::size_t i = 1; i < cases.size(); ++i) {
+    const Reference more = reference_of(hosts[i]);
+    add_weight_grads(total, more);
+    total.y = more.y, total.grads.dx = more.grads.dx;
+    total.grads.d_route_weights = more.grads.d_route_weights;
+    total.grads.d_route_squares = more.grads.d_route_squares;
+  }
+  Plan small_ring;
+  small_ring.chunk_blocks = 1, small_ring.backward_ring_blocks = 2;
+  std::optional<PassOutputs> first;
+  for (const Plan& plan : {Plan{}, small_ring, Plan{.save = SavePolicy::none, .comm_workers = 2}}) {
+    SCOPED_TRACE(to_string(plan));
+    World world = World::cuda(cuda_options(3), on_gpu_0(3));
+    Layer layer(world, problem(), plan);
+    PassOutputs sum(hosts[0]);
+    sum.prefill_grads();
+    cases[0].upload_grads(sum);
+    Context context = layer.make_context();
+    for (BackwardCase& c : cases) {
+      std::vector<BackwardOutput> outputs = c.outputs();
+      for (std::size_t r = 0; r < outputs.size(); ++r)
+        outputs[r].grads = cases[0].outputs(/*accumulate=*/true)[r].grads;
+      layer.forward(c.forward_inputs(), c.forward_outputs(), context);
+      layer.backward(context, c.inputs(), outputs);
+    }
+    world.synchronize();
+    PassOutputs got = cases.back().download();
+    const PassOutputs grads = cases[0].download();
+    for (std::size_t r = 0; r < got.ranks.size(); ++r) got.ranks[r].grads = grads.ranks[r].grads;
+    expect_close(hosts.back(), total, got, /*with_backward=*/true, /*prefilled=*/true);
+    if (!first) first = got;
+    EXPECT_TRUE(same_bits(*first, got));
+  }
+}
+
+TEST_F(CudaBackwardUse, idle_experts_get_zeros_or_are_left_alone) {
+  LayerCase& c = hosts[0];
+  for (std::int64_t& e : c.tokens.expert_ids) e = e == 4 ? 5 : e;  // expert 4: rank 1's second
+  c.upload();
+  for (const DType grad_dtype : {DType::f32, DType::bf16}) {
+    BackwardCase on_device(c, {}, grad_dtype);
+    const PassOutputs out = on_device.run_alone();
+    for (std::size_t part = 0; part < 6; ++part) {
+      const OwnedTensor& grad = out.ranks[1].grads[part];
+      for (std::size_t i = grad.size() / 2; i < grad.size(); ++i)
+        ASSERT_EQ(grad.get(i), 0.0) << kParts[part].name << " element " << i;
+    }
+  }
+  BackwardCase on_device(c);
+  PassOutputs before(c);
+  before.prefill_grads();
+  on_device.upload_grads(before);
+  World world = World::cuda(cuda_options(3), on_gpu_0(3));
+  Layer layer(world, problem());
+  const Context context = layer.forward(on_device.forward_inputs(), on_device.forward_outputs());
+  layer.backward(context, on_device.inputs(), on_device.outputs(/*accumulate=*/true));
+  world.synchronize();
+  const PassOutputs after = on_device.download();
+  for (std::size_t part = 0; part < 6; ++part) {
+    const OwnedTensor &was = before.ranks[1].grads[part], &is = after.ranks[1].grads[part];
+    for (std::size_t i = was.size() / 2; i < was.size(); ++i)
+      ASSERT_EQ(was.get(i), is.get(i)) << kParts[part].name << " element " << i;
+  }
+}
+
+// ---- graphs ----
+
+class CapturedPass {
+ public:
+  // What `enqueue` puts on the stream.
+  CapturedPass(cudaStream_t stream, const std::function<void()>& enqueue) : stream_(stream) {
+    EXPECT_EQ(cudaSuccess, cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    enqueue();
+    EXPECT_EQ(cudaSuccess, cudaStreamEndCapture(stream, &graph_));
+    EXPECT_EQ(cudaSuccess, cudaGraphInstantiate(&replay_, graph_, 0));
+  }
+  ~CapturedPass() {
+    cudaGraphExecDestroy(replay_);
+    cudaGraphDestroy(graph_);
+  }
+  CapturedPass(const CapturedPass&) = delete;
+  CapturedPass& operator=(const CapturedPass&) = delete;
+
+  std::size_t num_nodes() const {
+    std::size_t count = 0;
+    cudaGraphGetNodes(graph_, nullptr, &count);
+    return count;
+  }
+  void replay() const { EXPECT_EQ(cudaSuccess, cudaGraphLaunch(replay_, stream_)); }
+
+ private:
+  cudaStream_t stream_;
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t replay_ = nullptr;
+};
+
+TEST(CudaBackwardGraph, replay_with_changed_inputs) {
+  MOXIE_NEEDS_GPU();
+  LayerCase c = bf16_case(with_all_parts(bf16_problem(2, 8, 3), ActivationKind::swiglu), {64, 64});
+  BackwardCase on_device(c);
+  WorldOptions options = cuda_options(2);
+  options.faults.poison_workspace = false;
+  Plan small_ring;
+  small_ring.chunk_blocks = 1, small_ring.backward_ring_blocks = 2;
+  for (const Plan& plan : {Plan{}, small_ring, Plan{.mode = ExecMode::split}}) {
+    World world = World::cuda(options, on_gpu_0(2));
+    Layer layer(world, c.problem(), plan);
+    Context context = layer.make_context();
+    cudaStream_t stream;
+    ASSERT_EQ(cudaSuccess, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    world.set_stream(stream);
+    {
+      const CapturedPass forward(stream, [&] {
+        layer.forward(on_device.forward_inputs(), on_device.forward_outputs(), context);
+      });
+      const CapturedPass backward(
+          stream, [&] { layer.backward(context, on_device.inputs(), on_device.outputs()); });
+      EXPECT_EQ(1u, backward.num_nodes());  // the whole pass is one kernel, in every mode
+      for (int i = 0; i < 12; ++i) {
+        // Of rank 1's 64 tokens 64, then 8, then none keep their routes.
+        const std::int64_t kept = i % 3 == 0 ? 64 : i % 3 == 1 ? 8 : 0;
+        const LayerCase fresh(c.spec, test_seed() + static_cast<std::uint64_t>(i));
+        c.tokens = fresh.tokens;
+        c.dy = fresh.dy;
+        for (std::int64_t t = 64 + kept; t < 128; ++t) {
+          for (std::int64_t k = 0; k < 3; ++k) c.expert_id(t, k) = -1;
+        }
+        // No route at all, once in a while.
+        if (i == 5) std::fill(c.tokens.expert_ids.begin(), c.tokens.expert_ids.end(), -1);
+        c.upload();
+        on_device.upload();
+        const PassOutputs want = on_device.run_alone();
+        on_device.poison_outputs();
+        cudaDeviceSynchronize();  // the stream does not wait for the default one
+        forward.replay();
+        backward.replay();
+        world.synchronize();
+        ASSERT_TRUE(same_bits(want, on_device.download())) << to_string(plan) << " replay " << i;
+      }
+    }
+    world.set_stream(nullptr);
+    cudaStreamDestroy(stream);
+  }
+}
+
+// ---- timelines ----
+
+void expect_whole_timeline(const std::vector<int>& devices, const Plan& plan,
+                           std::int32_t cluster_size) {
+  const auto num_ranks = static_cast<std::int64_t>(devices.size());
+  const Problem p = bf16_problem(num_ranks, 9, 3, 512, 320);
+  const LayerCase c =
+      bf16_case(p, std::vector<std::int64_t>(devices.size(), 150), Routing::uniform);
+  BackwardCase on_device(c, devices);
+  World world = World::cuda(cuda_options(num_ranks), {devices, 0, cluster_size});
+  Layer layer(world, c.problem(), plan);
+  const PassOutputs want = on_device.run(world, layer);
+  const Context context = layer.forward(on_device.forward_inputs(), on_device.forward_outputs());
+  for (int pass = 0; pass < 2; ++pass) {
+    trace::Trace trace;
+    layer.backward(context, on_device.inputs(), on_device.outputs(), &trace);
+    EXPECT_TRUE(same_bits(want, on_device.download()));  // tracing changes nothing
+    EXPECT_EQ(trace.num_ranks, num_ranks);
+    EXPECT_EQ(trace.title.find("backward"), 0u) << trace.title;
+    EXPECT_EQ(trace.title.find("lost"), std::string::npos) << trace.title;
+    std::set<std::tuple<std::int32_t, trace::Kind, std::int32_t, std::int32_t>> tasks;
+    std::vector<std::int64_t> dgrad(devices.size()), dx(dgrad), wgrad(dgrad);
+    for (const trace::Event& event : trace.events) {
+      ASSERT_LE(event.begin_ns, event.end_ns);
+      ASSERT_GE(event.begin_ns, 0);
+      const auto rank = static_cast<std::size_t>(event.rank);
+      if (event.kind == trace::Kind::wgrad) ++wgrad[rank];
+      if (event.kind != trace::Kind::dgrad && event.kind != trace::Kind::dx) continue;
+      EXPECT_TRUE(tasks.emplace(event.rank, event.kind, event.block, event.tile).second)
+          << "twice: " << name(event.kind) << " block " << event.block << " tile " << event.tile;
+      ++(event.kind == trace::Kind::dgrad ? dgrad : dx)[rank];
+    }
+    const pipeline::WgradTiles tiles{p.hidden, p.intermediate};
+    for (std::size_t r = 0; r < devices.size(); ++r) {
+      // As many blocks by dgrad as by dX; whole experts, so every gradient tile once.
+      EXPECT_GT(dx[r], 0);
+      EXPECT_EQ(dgrad[r] * pipeline::num_fc2_tiles(p.hidden),
+                dx[r] * ceil_div(p.intermediate, pipeline::kWideDgradTileCols));
+      EXPECT_EQ(wgrad[r], tiles.size() * num_local_experts(p.num_experts, num_ranks,
+                                                           RankId{static_cast<std::int64_t>(r)}));
+    }
+  }
+}
+
+TEST(CudaBackwardTrace, every_task_once) {
+  MOXIE_NEEDS_GPU();
+  expect_whole_timeline({0, 0, 0}, {}, 1);
+  expect_whole_timeline({0, 0, 0}, {}, 2);
+  expect_whole_timeline({0, 0, 0}, {.save = SavePolicy::none, .comm_workers = 2}, 2);
+}
+
+TEST(CudaBackwardTrace, two_gpus) {
+  MOXIE_NEEDS_TWO_GPUS();
+  expect_whole_timeline({0, 1}, {}, 2);
+}
+
+// ---- faults ----
+
+using Clock = std::chrono::steady_clock;
+
+// A rank that does not come to the backward: reported by every other one within the timeout and two
+// seconds.
+void expect_loss_reported(const std::vector<int>& devices, std::int64_t lost) {
+  const auto num_ranks = static_cast<std::int64_t>(devices.size());
+  std::vector<std::int64_t> tokens;
+  for (std::int64_t r = 0; r < num_ranks; ++r) tokens.push_back(40 + 10 * r);
+  const LayerCase c = bf16_case(bf16_problem(num_ranks, 6, 2), tokens);
+  BackwardCase on_device(c, devices);
+  WorldOptions options = cuda_options(num_ranks);
+  options.timeout_s = 1;
+  World world = World::cuda(options, {devices});
+  Layer layer(world, c.problem());
+  const PassOutputs want = on_device.run(world, layer);
+  const Context context = layer.forward(on_device.forward_inputs(), on_device.forward_outputs());
+  world.synchronize();
+
+  options.faults.late_rank = static_cast<std::int32_t>(lost);
+  options.faults.late_ms = 500;
+  world.set_faults(options.faults);
+  layer.backward(context, on_device.inputs(), on_device.outputs());
+  world.synchronize();
+  EXPECT_TRUE(same_bits(want, on_device.download()));  // late is not lost
+
+  options.faults.late_rank = -1;
+  options.faults.kill_rank = static_cast<std::int32_t>(lost);
+  world.set_faults(options.faults);
+  const Clock::time_point begin = Clock::now();
+  try {
+    layer.backward(context, on_device.inputs(), on_device.outputs());
+    world.synchronize();
+    ADD_FAILURE() << "no Error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::timeout) << error.what();
+    ASSERT_EQ(error.waits().size(), static_cast<std::size_t>(num_ranks - 1)) << error.what();
+    int first = 0;
+    for (const WaitRecord& wait : error.waits()) {
+      SCOPED_TRACE(to_string(wait));
+      EXPECT_NE(wait.rank, lost);
+      EXPECT_LT(wait.seen, wait.wanted);
+      if (wait.told_by >= 0) continue;
+      ++first;  // it waited for the lost rank's inputs, and says so
+      EXPECT_EQ(wait.what, WaitFor::inputs_ready);
+      EXPECT_EQ(wait.index, lost);
+    }
+    EXPECT_GE(first, 1);
+  }
+  EXPECT_LT(std::chrono::duration<double>(Clock::now() - begin).count(), 3.0);
+  expect_error(ErrorCode::world_stopped, {"reset"},
+               [&] { layer.backward(context, on_device.inputs(), on_device.outputs()); });
+  options.faults.kill_rank = -1;
+  world.set_faults(options.faults);
+  world.reset();
+  // The context outlives the reset.
+  layer.backward(context, on_device.inputs(), on_device.outputs());
+  world.synchronize();
+  EXPECT_TRUE(same_bits(want, on_device.download()));
+  EXPECT_TRUE(same_bits(want, on_device.run(world, layer)));
+}
+
+TEST(CudaBackwardFaults, every_rank_reports_a_lost_one) {
+  MOXIE_NEEDS_GPU();
+  expect_loss_reported({0, 0, 0}, 2);
+  expect_loss_reported({0, 0, 0, 0}, 0);
+}
+
+TEST(CudaBackwardFaults, two_gpus_report_a_lost_rank) {
+  MOXIE_NEEDS_TWO_GPUS();
+  expect_loss_reported({0, 1}, 1);
+  expect_loss_reported({0, 1}, 0);
+}
+
+// ---- misuse ----
+
+using Inputs = std::vector<BackwardInput>;
+using Outputs = std::vector<BackwardOutput>;
+
+TEST(CudaBackwardMisuse, errors_name_rule_and_value_and_write_nothing) {
+  MOXIE_NEEDS_GPU();
+  const LayerCase c =
+      bf16_case(with_all_parts(bf16_problem(2, 6, 2), ActivationKind::swiglu), {20, 31});
+  BackwardCase on_device(c), in_bf16(c, {}, DType::bf16);
+  World world = World::cuda(cuda_options(2), on_gpu_0(2));
+  Layer layer(world, c.problem());
+  const PassOutputs want = on_device.run(world, layer);
+  const Context context = layer.forward(on_device.forward_inputs(), on_device.forward_outputs());
+  world.synchronize();
+  on_device.poison_outputs();
+  const auto expect_refused = [&](const std::vector<std::string>& words,
+                                  const std::function<void(Inputs&, Outputs&)>& spoil) {
+    SCOPED_TRACE(words.front());
+    Inputs inputs = on_device.inputs();
+    Outputs outputs = on_device.outputs();
+    spoil(inputs, outputs);
+    expect_error(ErrorCode::invalid_argument, words,
+                 [&] { layer.backward(context, inputs, outputs); });
+    world.synchronize();
+    EXPECT_TRUE(on_device.download().backward_untouched());
+  };
+  const auto shift = [](auto& view) {
+    using Data = decltype(view.data);
+    view.data = reinterpret_cast<Data>(reinterpret_cast<std::uintptr_t>(view.data) + 8);
+  };
+  expect_refused({"x of rank 1", "[30, 256]", "[31, 256]"}, [](Inputs& in, Outputs&) {
+    in[1].x.shape = {30, 256};
+  });
+  expect_refused({"dy of rank 0", "16 bytes", "nearest legal value"},
+                 [&](Inputs& in, Outputs&) { shift(in[0].dy); });
+  expect_refused({"x of rank 1", "16 bytes"}, [&](Inputs& in, Outputs&) { shift(in[1].x); });
+  expect_refused({"dx of rank 1", "16 bytes"}, [&](Inputs&, Outputs& out) { shift(out[1].dx); });
+  for (const Part& part : kParts) {
+    expect_refused({std::string("weights.") + part.name + " of rank 1", "16 bytes"},
+                   [&](Inputs& in, Outputs&) { shift(in[1].weights.*part.weight); });
+    expect_refused({std::string("grads.") + part.name + " of rank 0", "16 bytes"},
+                   [&](Inputs&, Outputs& out) { shift(out[0].grads.*part.grad); });
+  }
+  // One kernel writes the gradients of all ranks.
+  expect_refused({"grads.gate of rank 1", "bf16", "f32", "rank 0"},
+                 [&](Inputs&, Outputs& out) { out[1].grads = in_bf16.outputs()[1].grads; });
+  expect_refused({"grads.accumulate of rank 1", "true", "false"},
+                 [](Inputs&, Outputs& out) { out[1].grads.accumulate = true; });
+  expect_refused({"accumulate", "bf16", "f32"}, [&](Inputs&, Outputs& out) {
+    for (std::size_t r = 0; r < 2; ++r) out[r].grads = in_bf16.outputs(true)[r].grads;
+  });
+
+  const Context never_filled = layer.make_context();
+  expect_error(ErrorCode::invalid_argument, {"context", "empty"},
+               [&] { layer.backward(never_filled, on_device.inputs(), on_device.outputs()); });
+  Layer twin(world, c.problem());
+  expect_error(ErrorCode::invalid_argument, {"context", "another layer"},
+               [&] { twin.backward(context, on_device.inputs(), on_device.outputs()); });
+  WorldOptions options = cuda_options(2);
+  options.faults.keep_schedule = true;
+  world.set_faults(options.faults);
+  expect_error(ErrorCode::unavailable, {"keep_schedule", "backward"},
+               [&] { layer.backward(context, on_device.inputs(), on_device.outputs()); });
+  world.set_faults(cuda_options(2).faults);
+
+  layer.backward(context, on_device.inputs(), on_device.outputs());
+  layer.infer(on_device.forward_inputs(), on_device.forward_outputs());
+  world.synchronize();
+  EXPECT_TRUE(same_bits(want, on_device.download())) << "the pass after the errors";
+}
+
+// What only the backward cannot do is no reason to refuse a layer that infers.
+void expect_no_context(const Problem& problem, const Plan& plan, ErrorCode code,
+                       const std::vector<std::string>& words) {
+  World world = World::cuda(cuda_options(1), on_gpu_0(1));
+  Layer layer(world, problem, plan);
+  expect_error(code, words, [&] { layer.make_context(); });
+}
+
+TEST(CudaBackwardMisuse, limits_of_the_backward_are_told_with_the_context) {
+  MOXIE_NEEDS_GPU();
+  Problem wide = bf16_problem(1, 1, 1, 64, 65536);
+  wide.max_tokens = 1;
+  expect_no_context(wide, {}, ErrorCode::invalid_argument,
+                    {"problem.intermediate", "65536", "65472"});
+  Problem p = bf16_problem(1, 1, 1, 64, 64);
+  p.max_tokens = 8192 * 128;
+  expect_no_context(p, {}, ErrorCode::invalid_plan, {"plan.chunk_blocks", "8192", "8191"});
+  p.max_tokens = 8190 * 128;
+  expect_no_context(p, {.chunk_blocks = 1}, ErrorCode::invalid_plan,
+                    {"plan.chunk_blocks", "is 1", "8190 chunks", "4096", "nearest legal value 2"});
+}
+
+}  // namespace
+}  // namespace moxie::test
