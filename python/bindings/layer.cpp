@@ -163,6 +163,13 @@ void bind_layer(nb::module_& m) {
            nb::arg("grads_dtype") = nb::none(), nb::arg("trace") = nb::none(),
            nb::sig(kBackwardSignature), kBackwardDoc)
       .def(
+          "make_context",
+          [](const LayerPtr& self) {
+            return std::make_shared<ContextHandle>(self, self->open("make_context").make_context());
+          },
+          nb::sig("def make_context(self) -> Context"),
+          "A context for forward to fill, its memory allocated; so that no pass has to.")
+      .def(
           "input_buffer", &input_buffer, nb::arg("rank"),
           nb::sig("def input_buffer(self, rank: int) -> typing.Any"),
           "[max_tokens, H] of the rank's heap, where a pass puts x for its peers to read.\n\n"

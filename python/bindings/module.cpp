@@ -13,6 +13,9 @@ NB_MODULE(_moxie, m) {
   moxie::python::bind_devices(m);
   moxie::python::bind_simulator(m);
   moxie::python::bind_planner(m);
+  m.def(
+      "_set_leak_warnings", [](bool on) { nanobind::set_leak_warnings(on); }, nanobind::arg("on"),
+      "Whether objects that are still alive when Python ends are reported.");
   m.attr("__version__") = moxie::version();
 #if MOXIE_HAS_CUDA
   m.attr("has_cuda") = true;

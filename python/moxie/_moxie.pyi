@@ -342,7 +342,7 @@ class Plan:
     A plan changes the time a pass takes and the memory it needs, never the bits. 0 in capacity_rows and the rings means all that can be needed; moxie.planner.choose_plan searches one for a machine.
     """
 
-    def __init__(self, *, mode: ExecMode = ExecMode.fused, order: TaskOrder = TaskOrder.slabs, dispatch: DispatchMode = DispatchMode.pull, combine: CombineMode = CombineMode.epilogue, num_slabs: int = 4, band_blocks: int = 8, lag_bands: int = 2, minibatch_blocks: int = 1, capacity_rows: int = 0, x_ring_blocks: int = 0, hidden_ring_blocks: int = 0, chunk_blocks: int = 8, lag_chunks: int = 1, backward_ring_blocks: int = 0, save: SavePolicy = SavePolicy.z, saved_rows: int = -1, comm_workers: int = 0, compute_workers: int = 1) -> None: ...
+    def __init__(self, *, mode: ExecMode = ExecMode.fused, order: TaskOrder = TaskOrder.slabs, dispatch: DispatchMode = DispatchMode.pull, combine: CombineMode = CombineMode.epilogue, num_slabs: int = 4, band_blocks: int = 8, lag_bands: int = 2, minibatch_blocks: int = 1, capacity_rows: int = 0, x_ring_blocks: int = 0, hidden_ring_blocks: int = 0, chunk_blocks: int = 0, lag_chunks: int = 1, backward_ring_blocks: int = 0, save: SavePolicy = SavePolicy.z, saved_rows: int = -1, comm_workers: int = 0, compute_workers: int = 1) -> None: ...
 
     @property
     def mode(self) -> ExecMode: ...
@@ -790,6 +790,11 @@ class Layer:
           accumulate   add weight gradients (float32) to what out holds; else they are overwritten, zeros for idle experts
           grads_dtype  of allocated matrices: f32 (when None) or problem.dtype; vectors are float32
         Returns moxie.Gradients per rank. Raises as forward does.
+        """
+
+    def make_context(self) -> Context:
+        """
+        A context for forward to fill, its memory allocated; so that no pass has to.
         """
 
     def input_buffer(self, rank: int) -> Any:
