@@ -24,7 +24,7 @@ struct Stream {
     block.resize(most + 1);
     expert.resize(most);
     after.resize(most);
-    step_ticket.resize(most + static_cast<std::size_t>(plan.lag_chunks) + 2);
+    step_ticket.resize(2 * most + static_cast<std::size_t>(plan.lag_chunks) + 2);
     step_pair.resize(step_ticket.size());
     BlockTable t;
     t.num_experts = static_cast<std::int64_t>(blocks.size());
@@ -104,6 +104,33 @@ TEST(PipelinePairs, RemadeBlocksComeBeforeTheirDgradTiles) {
       EXPECT_EQ(remade[b], has_z ? 0 : num_fc1_tiles(is_shared ? 192 : 320)) << "block " << b;
     }
   }
+}
+
+// Whole experts with slots of their own: the weight gradients of the last ones come behind all dX,
+// each once and in order.
+TEST(PipelinePairs, LastWeightGradientsComeBehindAllDx) {
+  Problem p;
+  p.hidden = 256;
+  p.intermediate = 320;
+  const Plan plan{.chunk_blocks = 64, .backward_ring_blocks = 64};
+  const std::vector<std::int32_t> blocks{1, 2, 0, 1, 1, 2, 1, 0, 3, 1, 1, 1, 2};
+  const Stream s(p, plan, 0, blocks, kGpuBackwardTiling);
+  const BackwardStream& stream = s.pairs.stream;
+  ASSERT_EQ(stream.postponed, 2);
+  std::int64_t last_dx = -1, chunk = 0, behind = 0;
+  std::vector<std::int64_t> wgrads(blocks.size());
+  for (std::int64_t i = 0; i < stream.num_tickets(); ++i) {
+    const Task task = stream.task(i);
+    if (task.kind == TaskKind::dx) last_dx = i;
+    if (task.kind != TaskKind::wgrad) continue;
+    EXPECT_GE(task.chunk, chunk);
+    chunk = task.chunk;
+    ++wgrads[static_cast<std::size_t>(task.chunk)];
+  }
+  for (std::int64_t i = last_dx + 1; i < stream.num_tickets(); ++i)
+    behind += stream.task(i).kind == TaskKind::wgrad;
+  EXPECT_EQ(behind, 2 * stream.wgrad.size());
+  for (const std::int64_t n : wgrads) EXPECT_EQ(n, stream.wgrad.size());
 }
 
 }  // namespace

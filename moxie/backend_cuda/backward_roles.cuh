@@ -40,8 +40,8 @@ struct BackwardPublisher {
         device::add_release_gpu(counters + common.counters.shared_done, 1);
       else
         ++state.slab_tiles[0];
-    } else if (chunk + 1 == state.stream.chunks.num_chunks) {
-      finish();
+    } else if (chunk + state.stream.postponed >= state.stream.chunks.num_chunks) {
+      finish();  // these weight gradients come behind the last dX
     }
     // The tile's reads of the slots and its partial sums, to who writes or adds there next.
     if (state.counts_trail)

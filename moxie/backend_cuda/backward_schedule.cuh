@@ -99,13 +99,12 @@ struct BackwardTables {
     }
     if (threadIdx.x == 0) chunk_block[num_chunks] = static_cast<int32_t>(table.num_blocks);
     __syncthreads();
-    const pipeline::BackwardStream s = pipeline::backward_stream(
-        common.problem, common.plan, chunks, table.shared_blocks, pipeline::kGpuBackwardTiling);
+    const pipeline::BackwardStream s =
+        pipeline::backward_stream(common.problem, common.plan, chunks, table.shared_blocks,
+                                  table.num_blocks, pipeline::kGpuBackwardTiling);
     if (threadIdx.x < 32) {
-      number_steps(const_cast<int64_t*>(chunks.step_ticket), s.num_steps(), [&](int64_t step) {
-        return (step < num_chunks ? s.lead_tickets(step) : 0) +
-               (step >= s.lag ? s.trail_tickets(step - s.lag) : 0);
-      });
+      number_steps(const_cast<int64_t*>(chunks.step_ticket), s.num_steps(),
+                   [&](int64_t step) { return s.step_tickets(step); });
     } else if (threadIdx.x < 64) {
       const pipeline::BackwardPairs pairs{s, nullptr};
       number_steps(at<int64_t>(rank, common.cuda_workspace.step_pair), s.num_steps(),
@@ -135,9 +134,9 @@ template <int kClusterSize>
 __device__ __forceinline__ void fill_state(const BackwardCommon& common, const BackwardRank& rank,
                                            BackwardState& state, const ScheduleResult& result) {
   const Problem& p = common.problem;
-  state.stream =
-      pipeline::backward_stream(p, common.plan, chunk_table(common, rank, result.num_chunks),
-                                state.table.shared_blocks, pipeline::kGpuBackwardTiling);
+  state.stream = pipeline::backward_stream(
+      p, common.plan, chunk_table(common, rank, result.num_chunks), state.table.shared_blocks,
+      state.table.num_blocks, pipeline::kGpuBackwardTiling);
   state.step_begin = kClusterSize == 1 ? state.stream.chunks.step_ticket
                                        : at<int64_t>(rank, common.cuda_workspace.step_pair);
   state.num_units = state.verdict == pipeline::Verdict::go

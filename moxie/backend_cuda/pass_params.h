@@ -81,7 +81,7 @@ inline CudaWorkspaceLayout cuda_workspace_layout(const Problem& p, const Plan& p
   const bool once = pulls_once(p, plan) || backward_pulls_once(p, plan);
   l.pulled = pack.take(once ? p.num_ranks * p.max_tokens * 8 : 0);
   l.words = pack.take(2 * sizeof(PassWords));
-  l.step_pair = pack.take((pipeline::extents(p, plan).chunks + plan.lag_chunks + 2) * 8);
+  l.step_pair = pack.take((2 * pipeline::extents(p, plan).chunks + plan.lag_chunks + 2) * 8);
   l.dy_bias = pack.take(p.expert_bias ? plan.capacity_rows * 4 : 0);
   l.partial_tiles = pack.take(partial_tiles_bytes(p, plan));
   l.num_bytes = pack.end();

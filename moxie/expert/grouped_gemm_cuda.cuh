@@ -230,6 +230,16 @@ __device__ __forceinline__ bool stage_is_full(Shared& shared,
       ~0u, ptx::mbarrier_test_wait_parity(&shared.stage_full[stage.slot_idx()], stage.parity()));
 }
 
+// The same within the time that a stage on its way takes: publishing at once may take longer.
+template <class Shared>
+__device__ __forceinline__ bool stage_comes(Shared& shared, const RingPosition<kNumStages>& stage) {
+  constexpr int64_t kPatience_cycles = 6000;
+  const int64_t begin = clock64();
+  bool is_full = stage_is_full(shared, stage);
+  while (!is_full && clock64() - begin < kPatience_cycles) is_full = stage_is_full(shared, stage);
+  return __any_sync(~0u, is_full);
+}
+
 // Issues the products of one K block: acc (+)= 64 rows of A times B^T.
 template <device::Major kMajorA, device::Major kMajorB>
 __device__ __forceinline__ void multiply_block(float (&acc)[128], const bf16* a, const bf16* b,
@@ -315,8 +325,14 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
     const bool skips = has_tile && (tile.num_rows + 63) / 64 <= warpgroup_idx;
     // Pieces are stored beside products. Where there are none to issue now they leave at once: what
     // this CTA waits for may depend on them.
-    if (packed_tile.num_rows > 0 &&
-        (!has_tile || skips || (Epilogue::kPublishes && !stage_is_full(shared, stage)))) {
+    const auto has_products = [&] {
+      if constexpr (Epilogue::kPublishes) {
+        return epilogue.publishes_late(packed_tile) ? stage_comes(shared, stage)
+                                                    : stage_is_full(shared, stage);
+      }
+      return true;
+    };
+    if (packed_tile.num_rows > 0 && (!has_tile || skips || !has_products())) {
 #pragma unroll
       for (int piece = 0; piece < kNumDeferred; ++piece) {
         epilogue.store(packed[piece], piece, packed_tile, warp);

@@ -217,7 +217,7 @@ MOXIE_HD constexpr WorkspaceLayout workspace_layout(const Problem& p, const Plan
   l.chunk_block = pack.take((e.chunks + 1) * 4);
   l.chunk_expert = pack.take(e.chunks * 4);
   l.chunk_after = pack.take(e.chunks * 4);
-  l.step_ticket = pack.take((e.chunks + plan.lag_chunks + 2) * 8);
+  l.step_ticket = pack.take((2 * e.chunks + plan.lag_chunks + 2) * 8);
   if (plan.dispatch == DispatchMode::push) {
     l.push_first_row = pack.take(p.num_experts * 4);
     l.push_expert_block = pack.take((p.num_experts + p.num_ranks) * 4);

@@ -23,8 +23,10 @@ struct BackwardPairs {
   static constexpr int kNumRuns = 4;
   // Tickets of run r of a step.
   MOXIE_HD constexpr std::int64_t run_tickets(std::int64_t step, int run) const {
-    const std::int64_t chunk = run < 2 ? step : step - stream.lag;
-    if (chunk < 0 || chunk >= stream.chunks.num_chunks) return 0;
+    const std::int64_t chunk = run < 2    ? step
+                               : run == 2 ? stream.dx_chunk(step)
+                                          : stream.wgrad_chunk(step);
+    if (!stream.has_chunk(chunk)) return 0;
     switch (run) {
       case 0: return stream.fc1_tickets(chunk);
       case 1: return stream.dgrad_tickets(chunk);

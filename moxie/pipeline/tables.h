@@ -80,12 +80,10 @@ inline BackwardStream build_chunks(const Problem& p, const Plan& plan, const Blo
     add_expert(static_cast<std::int32_t>(e), t.expert_block[e], t.expert_block[e + 1]);
   }
   chunk_block[c.num_chunks] = static_cast<std::int32_t>(t.num_blocks);
-  BackwardStream s = backward_stream(p, plan, c, t.shared_blocks, tiling);
+  BackwardStream s = backward_stream(p, plan, c, t.shared_blocks, t.num_blocks, tiling);
   step_ticket[0] = 0;
   for (std::int64_t step = 0; step < s.num_steps(); ++step) {
-    const std::int64_t lead = step < c.num_chunks ? s.lead_tickets(step) : 0;
-    const std::int64_t trail = step >= s.lag ? s.trail_tickets(step - s.lag) : 0;
-    step_ticket[step + 1] = step_ticket[step] + lead + trail;
+    step_ticket[step + 1] = step_ticket[step] + s.step_tickets(step);
   }
   return s;
 }

@@ -6,8 +6,9 @@
 //   forward, slabs:  shared FC1, shared FC2 | all FC1 by bands | FC2 slab 0 by bands | FC2 slab 1 |
 //   ... forward, lag:    shared FC1, shared FC2 | FC1 band 0 | FC1 band 1 | .. | FC1 band s, FC2
 //   band s - lag | .. backward:        step s:  dgrad of chunk s,  then dX and wgrad of chunk s -
-//   lag. Where the backward's dgrad finds no saved z (on the GPU), the chunk's FC1 tiles, which
-//   remake it, come before its dgrad tiles.
+//   lag; those of the last chunks come behind all dX (BackwardStream::postponed). Where the
+//   backward's dgrad finds no saved z (on the GPU), the chunk's FC1 tiles, which remake it, come
+//   before its dgrad tiles.
 // Inside a band the column tile is the outer loop: the B operand stays in cache while the band's A
 // rows are walked.
 #pragma once
@@ -171,6 +172,9 @@ struct BackwardStream {
   std::int64_t shared_dgrad_tiles = 0, dgrad_tiles = 0, dx_tiles = 0;
   WgradTiles shared_wgrad, wgrad;
   std::int64_t lag = 1, band = 1;
+  // So many chunks' weight gradients come last, chunk by chunk in steps of their own: what is
+  // merged after the last dX overlaps them. Needs slots that are not used again.
+  std::int64_t postponed = 1;
   // FC1 tiles per block that remake z (0: dgrad does it by itself), and the blocks that need none:
   // shared ones, or routed ones up to here.
   std::int64_t shared_fc1_tiles = 0, fc1_tiles = 0;
@@ -211,7 +215,23 @@ struct BackwardStream {
     return dx_tickets(c) + wgrad_of(c).size();
   }
   MOXIE_HD constexpr std::int64_t num_steps() const {
-    return chunks.num_chunks == 0 ? 0 : chunks.num_chunks + lag;
+    return chunks.num_chunks == 0 ? 0 : chunks.num_chunks + lag + postponed - 1;
+  }
+  // The chunks whose dX and whose weight gradients a step has; below 0 or past the last: none.
+  MOXIE_HD constexpr std::int64_t dx_chunk(std::int64_t step) const { return step - lag; }
+  MOXIE_HD constexpr std::int64_t wgrad_chunk(std::int64_t step) const {
+    const std::int64_t c = step - lag, first_postponed = chunks.num_chunks - postponed;
+    if (c < first_postponed) return c;
+    // The first of them together with the last dX.
+    return c < chunks.num_chunks - 1 ? -1 : c - (postponed - 1);
+  }
+  MOXIE_HD constexpr bool has_chunk(std::int64_t c) const {
+    return c >= 0 && c < chunks.num_chunks;
+  }
+  MOXIE_HD constexpr std::int64_t step_tickets(std::int64_t step) const {
+    return (has_chunk(step) ? lead_tickets(step) : 0) +
+           (has_chunk(dx_chunk(step)) ? dx_tickets(dx_chunk(step)) : 0) +
+           (has_chunk(wgrad_chunk(step)) ? wgrad_of(wgrad_chunk(step)).size() : 0);
   }
   MOXIE_HD constexpr std::int64_t num_tickets() const { return chunks.step_ticket[num_steps()]; }
 
@@ -229,9 +249,12 @@ struct BackwardStream {
         return row_task(TaskKind::dgrad, step, chunks.blocks(step), dgrad_tiles_of(step), i);
       i -= dgrad_tickets(step);
     }
-    const std::int64_t c = step - lag;
-    if (i < dx_tickets(c)) return row_task(TaskKind::dx, c, chunks.blocks(c), dx_tiles, i);
-    return {TaskKind::wgrad, BlockId{}, c, i - dx_tickets(c)};
+    const std::int64_t c = dx_chunk(step);
+    if (has_chunk(c)) {
+      if (i < dx_tickets(c)) return row_task(TaskKind::dx, c, chunks.blocks(c), dx_tiles, i);
+      i -= dx_tickets(c);
+    }
+    return {TaskKind::wgrad, BlockId{}, wgrad_chunk(step), i};
   }
 
  private:
@@ -246,12 +269,17 @@ struct BackwardStream {
 struct BackwardTiling {
   std::int64_t dgrad_tile_cols = kFc1TileCols;  // decides when a block's dgrad tiles are all done
   bool remakes_z = false;                       // by FC1 tiles; else each dgrad tile for itself
+  bool postpones = false;                       // the weight gradients of the last chunks
 };
-inline constexpr BackwardTiling kGpuBackwardTiling{kWideDgradTileCols, true};
+inline constexpr BackwardTiling kGpuBackwardTiling{kWideDgradTileCols, true, true};
+// One in so many chunks is postponed: while their weight gradients take a twelfth of the pass, the
+// merge is over (H200).
+inline constexpr std::int64_t kChunksPerPostponed = 6;
 
 MOXIE_HD constexpr BackwardStream backward_stream(const Problem& p, const Plan& plan,
                                                   const ChunkTable& chunks,
                                                   std::int64_t shared_blocks,
+                                                  std::int64_t num_blocks,
                                                   BackwardTiling tiling = {}) {
   BackwardStream s;
   s.chunks = chunks;
@@ -262,6 +290,11 @@ MOXIE_HD constexpr BackwardStream backward_stream(const Problem& p, const Plan& 
   s.wgrad = {p.hidden, p.intermediate};
   s.lag = plan.lag_chunks;
   s.band = plan.band_blocks;
+  // Whole experts, each with slots of its own.
+  if (tiling.postpones && chunks.num_chunks > 0 && plan.lag_chunks < chunks.num_chunks &&
+      plan.backward_ring_blocks >= num_blocks && plan.chunk_blocks >= num_blocks) {
+    s.postponed = max64(chunks.num_chunks / kChunksPerPostponed, 1);
+  }
   if (tiling.remakes_z) {
     const bool saves = plan.save != SavePolicy::none;
     s.shared_fc1_tiles = saves ? 0 : num_fc1_tiles(p.shared.intermediate);
