@@ -169,9 +169,11 @@ def require(
 def stack(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
     """One tensor over consecutive ones, [n, ...]: a view. Raises InvalidArgumentError where they are apart."""
     first = tensors[0]
-    num_bytes = first.numel() * first.element_size()
+    num_bytes, buffer = first.numel() * first.element_size(), first.untyped_storage().data_ptr()
     for i, t in enumerate(tensors):
-        if t.data_ptr() != first.data_ptr() + i * num_bytes:
+        # Addresses alone do not tell: allocators put tensors of different storages behind each other, too.
+        apart = t.data_ptr() != first.data_ptr() + i * num_bytes or t.untyped_storage().data_ptr() != buffer
+        if apart or not t.is_contiguous():
             raise InvalidArgumentError(
                 f"weights.{name}[{i}] does not follow weights.{name}[{i - 1}] in memory, must be consecutive views of "
                 "one buffer; MoE.pack() makes them so"

@@ -220,10 +220,11 @@ def test_passes_of_two_threads_take_turns(generator):
 
 def test_training_lowers_the_loss(place, generator):
     """Moxie's MoE and plain torch, the same start, the same steps: the same losses."""
-    problem = make_problem(place.dtypes[-1], max_tokens=64)
-    module = make(place, generator, max_tokens=64)
+    dtype = place.dtypes[0]  # float32 where there is; BF16 weights are rounded at each step
+    problem = make_problem(dtype, max_tokens=64)
+    module = make_module(place, problem, generator, router=mt.TopKRouter(64, 5, 2, device=place.device))
     w = {n: t.double().cpu().requires_grad_() for n, t in module.stacked_weights().items()}
-    x = random_x(place, generator, 64)
+    x = torch.randn(64, 64, generator=generator).to(place.device, plain.DTYPES[dtype])
     target = torch.randn(64, 64, generator=generator)
     ids, route_weights, _ = module.router(x)
     ids, route_weights = ids, route_weights.detach()
@@ -243,4 +244,4 @@ def test_training_lowers_the_loss(place, generator):
         losses.append((loss.item(), other.item()))
     assert losses[-1][0] < 0.9 * losses[0][0]
     for a, b in losses:
-        assert a == pytest.approx(b, rel=2e-2)
+        assert a == pytest.approx(b, rel=1e-4 if dtype == moxie.DType.f32 else 6e-2)

@@ -147,6 +147,24 @@ def test_input_buffer(parts):
         del x
 
 
+def test_captures_need_layers_and_contexts_before(parts, monkeypatch):
+    """What is refused while a CUDA graph is captured, with a capture that is only said to be one."""
+    module, arguments = parts
+    monkeypatch.setattr("moxie.torch.layers.is_capturing", lambda: True)
+    with pytest.raises(moxie.InvalidArgumentError, match="no context is free .* reserve_contexts"):
+        module(**arguments)
+    with pytest.raises(moxie.InvalidArgumentError, match="a layer was made in a CUDA graph capture"):
+        mt.MoE(make_problem(num_ranks=2, max_tokens=8), module.layer.world)
+    module.reserve_contexts(1)
+    y = module(**arguments)
+    del y
+    assert module.layer.num_contexts == 1, "the graph keeps it"
+    with pytest.raises(moxie.InvalidArgumentError, match="no context is free"):
+        module(**arguments)
+    with torch.no_grad():
+        module(**arguments)
+
+
 def test_pickle(parts):
     module, _ = parts
     with pytest.raises(moxie.InvalidArgumentError, match="save the state_dict"):

@@ -129,6 +129,9 @@ def test_main_grads_of_your_own(place, generator):
     twin.load_state_dict(module.state_dict())
     for p in module.flat_weights():
         p.main_grad = torch.ones(p.shape, dtype=torch.float32, device=p.device)
+    buffer = torch.ones(2, *module.down[0].shape, device=place.device)  # neighbours by address, of different storages
+    for p, one in zip(module.down[:2], buffer, strict=True):
+        p.main_grad = torch.from_dlpack(one)
     twin.make_main_grads()
     x, ids, route_weights, dy = make_inputs(problem, 33, generator, place.device)
     for m in (module, twin):
