@@ -182,8 +182,9 @@ void add_plan_options(CLI::App& app, Plan& p) {
       add_integer(app, "--x-ring", p.x_ring_blocks, Range{}, "slots for pulled rows, 0: all [0]"));
   group(add_integer(app, "--hidden-ring", p.hidden_ring_blocks, Range{},
                     "slots for hidden rows, 0: all [0]"));
-  group(add_integer(app, "--chunk", p.chunk_blocks, kInt32,
-                    "backward: blocks handed to wgrad at a time [8]"));
+  group(add_integer(
+      app, "--chunk", p.chunk_blocks, kInt32,
+      "backward: blocks handed to wgrad at a time, 0: whole experts if the ring holds all [0]"));
   group(add_integer(app, "--lag-chunks", p.lag_chunks, kInt32,
                     "backward: chunks dgrad runs ahead [1]"));
   group(add_integer(app, "--backward-ring", p.backward_ring_blocks, Range{},
