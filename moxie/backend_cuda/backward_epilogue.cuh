@@ -3,7 +3,7 @@
 #pragma once
 
 #include "moxie/backend_cuda/backward_policies.cuh"
-#include "moxie/combine/combine_cuda.cuh"
+#include "moxie/backend_cuda/pass_epilogue.cuh"
 #include "moxie/expert/backward_gemm_epilogues_cuda.cuh"
 #include "moxie/expert/bias_cuda.cuh"
 
@@ -162,14 +162,14 @@ struct BackwardEpilogue {
     // that waits leaves beside the next tile's products.
 #pragma unroll
     for (int32_t piece = 0; piece < 2; ++piece) {
-      pack(acc, piece, packed[piece]);
+      expert::pack_piece(acc, piece, packed[piece]);
       if (kind == kDx)
-        combine::stage_piece(packed[piece], staging(warp, piece), warp.lane_idx);
+        combine::stage_piece(packed[piece], expert::staging_of(warp, piece), warp.lane_idx);
       else
         store_grad(packed[piece], piece, tile, warp);
     }
 #pragma unroll
-    for (int32_t piece = 2; piece < 4; ++piece) pack(acc, piece, packed[piece - 2]);
+    for (int32_t piece = 2; piece < 4; ++piece) expert::pack_piece(acc, piece, packed[piece - 2]);
   }
 
   // Stores what convert() left in packed[deferred].
@@ -179,9 +179,9 @@ struct BackwardEpilogue {
     if (kind < kDx || tile.num_rows <= known_warp.warp_row) return;
     const EpilogueWarp warp = opaque(known_warp);
     if (kind == kDx) {
-      if (deferred == 0) push_pair(0, tile, warp);
-      combine::stage_piece(values, staging(warp, deferred), warp.lane_idx);
-      if (deferred == 1) push_pair(1, tile, warp);
+      if (deferred == 0) push_home(common, state, 0, tile, warp);
+      combine::stage_piece(values, expert::staging_of(warp, deferred), warp.lane_idx);
+      if (deferred == 1) push_home(common, state, 1, tile, warp);
     } else if (ends(tile) && !common.grads_are_float) {
       store_grad(values, 2 + deferred, tile, warp);
     }
@@ -212,17 +212,6 @@ struct BackwardEpilogue {
 
  private:
   static constexpr int32_t kNumSumThreads = expert::kNumConsumerWarps * 32;
-
-  static __device__ __forceinline__ void pack(const float (&acc)[128], int32_t piece,
-                                              uint32_t (&values)[16]) {
-#pragma unroll
-    for (int32_t i = 0; i < 16; ++i) {
-      values[i] = expert::pack_bf16(acc[piece * 32 + 2 * i], acc[piece * 32 + 2 * i + 1]);
-    }
-  }
-  static __device__ __forceinline__ bf16* staging(const EpilogueWarp& warp, int32_t piece) {
-    return warp.staging + piece % 2 * (16 * 64);
-  }
 
   // ---- where things are ----
 
@@ -270,12 +259,12 @@ struct BackwardEpilogue {
 #pragma unroll
     for (int32_t piece = 0; piece < 4; ++piece) {
       uint32_t values[16];
-      pack(acc, piece, values);
+      expert::pack_piece(acc, piece, values);
       // A piece past the last column is "stored" out of bounds: the staging buffers must alternate.
       const int32_t column = tile.n_tile * (BLOCK_N / 2) + piece % 2 * 64;
       expert::store_piece(
           expert::PieceTarget{rank.grad_stores, grad_ring(), common.ring_width, intermediate(tile)},
-          values, staging(warp, piece),
+          values, expert::staging_of(warp, piece),
           ring_row(tile, piece < 2 ? kDgatePlane : kDupPlane) + warp.warp_row, num_rows, column,
           warp.lane_idx);
     }
@@ -325,21 +314,13 @@ struct BackwardEpilogue {
     }
   }
 
-  // Two staged pieces to their rows' homes.
-  __device__ __forceinline__ void push_pair(int32_t pair, const Tile& tile,
-                                            const EpilogueWarp& warp) const {
-    combine::push_pair(warp.staging, state.row_home[warp.warp_row / 16],
-                       tile.num_rows - warp.warp_row, tile.n_tile * BLOCK_N + pair * 128,
-                       static_cast<int32_t>(common.problem.hidden), warp.lane_idx);
-  }
-
   // ---- weight gradients ----
 
   __device__ __forceinline__ void store_grad(const uint32_t (&values)[16], int32_t piece,
                                              const Tile& tile, const EpilogueWarp& warp) const {
     // Rows come in 64s, so all 16 are real: by tensor copy.
     expert::store_piece(expert::PieceTarget{grad_map(tile), nullptr, 0, grad_columns(tile)}, values,
-                        staging(warp, piece), tile.row_begin + warp.warp_row, 16,
+                        expert::staging_of(warp, piece), tile.row_begin + warp.warp_row, 16,
                         column_tile_of(tile) * BLOCK_N + piece * 64, warp.lane_idx);
   }
 

@@ -46,14 +46,13 @@ struct ExpertMaps {
 
 struct BackwardRank : PassRank {
   // where the maps point, and what is reached without one
-  const bf16* dy;            // [T, H]
-  const bf16* saved_x;       // [saved_blocks * 128, H] context or null
-  float* d_route_weights;    // [T, K]
-  float* d_gate_bias;        // [E_local, I] or null, as the next three
-  float* d_up_bias;          // [E_local, I]
-  float* d_down_bias;        // [E_local, H]
-  float* d_output_gate;      // [H] of the shared expert
-  std::int64_t num_experts;  // local
+  const bf16* dy;          // [T, H]
+  const bf16* saved_x;     // [saved_blocks * 128, H] context or null
+  float* d_route_weights;  // [T, K]
+  float* d_gate_bias;      // [E_local, I] or null, as the next three
+  float* d_up_bias;        // [E_local, I]
+  float* d_down_bias;      // [E_local, H]
+  float* d_output_gate;    // [H] of the shared expert
   ExpertMaps routed, shared;
   CUtensorMap dy_rows;         // rows ring, both planes, by rows
   CUtensorMap shared_dy_rows;  // [T, H]
@@ -64,12 +63,13 @@ struct BackwardRank : PassRank {
 };
 
 struct BackwardCommon : PassCommon {
-  std::int64_t ring_rows;   // backward_ring_blocks * 128
-  std::int64_t ring_width;  // W
-  bool grads_are_float;     // of matrices; else BF16
-  bool accumulate;          // FP32: adds; experts without rows are left alone
-  bool pulls_x;             // rows of x come with those of dY: the context does not keep all
-  bool saves_z;             // the context keeps z of saved_blocks blocks and of all shared rows
+  static constexpr bool kOneLaunch = true;  // in every mode, and the schedule is always built
+  std::int64_t ring_rows;                   // backward_ring_blocks * 128
+  std::int64_t ring_width;                  // W
+  bool grads_are_float;                     // of matrices; else BF16
+  bool accumulate;                          // FP32: adds; experts without rows are left alone
+  bool pulls_x;  // rows of x come with those of dY: the context does not keep all
+  bool saves_z;  // the context keeps z of saved_blocks blocks and of all shared rows
 };
 
 template <int kNumLocalRanks>

@@ -126,10 +126,6 @@ void require_adjacent(const Region& first, const Region& second) {
                        second.offset, first.offset + first.num_bytes));
 }
 
-std::int64_t address(const void* data) {
-  return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(data));
-}
-
 }  // namespace
 
 BackwardPass::BackwardPass(const LayerMemory& memory)
@@ -158,7 +154,6 @@ void BackwardPass::describe_rank(std::int64_t rank) {
   BackwardRank& r = ranks_[static_cast<std::size_t>(rank)];
   r.me = RankId{rank};
   r.workspace = memory_.workspace(rank);
-  r.num_experts = num_local_experts(problem.num_experts, problem.num_ranks, r.me);
   r.id_dtype = DType::i32;  // the context's
   const std::int64_t rows = common_.ring_rows;
   const auto ring = [&](const Region& region, std::int64_t columns, std::int64_t planes) {
@@ -197,7 +192,7 @@ void BackwardPass::describe_weights(std::int64_t rank, const Weights& w) {
     maps.down_columns =
         map_by_columns("the down weights", {data(down), intermediate, hidden, matrices});
   };
-  describe(r.routed, memory_.problem.intermediate, r.num_experts, w.gate, w.up, w.down);
+  describe(r.routed, memory_.problem.intermediate, num_experts(rank), w.gate, w.up, w.down);
   if (shared > 0) describe(r.shared, shared, 1, w.shared_gate, w.shared_up, w.shared_down);
   known = key;
 }
@@ -224,7 +219,7 @@ void BackwardPass::describe_grads(std::int64_t rank, const WeightGrads& g) {
     maps.grads[1] = map_of_grad("d(up)", up, data(up), matrices * intermediate, hidden);
     maps.grads[2] = map_of_grad("d(down)", down, data(down), matrices * hidden, intermediate);
   };
-  describe(r.routed, memory_.problem.intermediate, r.num_experts, g.gate, g.up, g.down);
+  describe(r.routed, memory_.problem.intermediate, num_experts(rank), g.gate, g.up, g.down);
   if (shared > 0) describe(r.shared, shared, 1, g.shared_gate, g.shared_up, g.shared_down);
   known = key;
 }

@@ -2,7 +2,6 @@
 // and the launch.
 #pragma once
 
-#include <array>
 #include <optional>
 #include <span>
 #include <vector>
@@ -23,8 +22,6 @@ class BackwardPass final : public CudaPass {
            std::span<const BackwardOutput> outputs, trace::Trace* trace);
 
  private:
-  // What a group of tensor maps was made of.
-  using MapKey = std::array<std::int64_t, 7>;
   struct KnownMaps {
     std::optional<MapKey> weights, grads, tokens, context;
   };
@@ -38,10 +35,13 @@ class BackwardPass final : public CudaPass {
   void bind_rank(std::int64_t rank, const CudaContext& context, const BackwardInput& input,
                  const BackwardOutput& output);
   std::int64_t num_events() const;
+  std::int64_t num_experts(std::int64_t rank) const {
+    return num_local_experts(memory_.problem.num_experts, memory_.problem.num_ranks, RankId{rank});
+  }
 
   BackwardCommon common_{};
   std::vector<BackwardRank> ranks_;  // [R]
-  std::vector<KnownMaps> known_;     // [R] maps are made again only when a pointer or size changes
+  std::vector<KnownMaps> known_;     // [R]
 };
 
 }  // namespace moxie::backend_cuda

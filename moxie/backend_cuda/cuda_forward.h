@@ -1,6 +1,7 @@
 // The host side of the fused forward: kernel parameters from the caller's tensors, and the launch.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "moxie/backend_cuda/cuda_pass.h"
@@ -26,9 +27,8 @@ class ForwardPass final : public CudaPass {
   std::int64_t num_events() const;
 
   ForwardCommon common_{};
-  std::vector<ForwardRank> ranks_;  // [R]; tensor maps are made again only when a pointer changes
-  std::vector<Weights> weights_;    // [R] the pointers in them
-  std::vector<ConstTensorView> inputs_;  // [R] and x's, which the shared expert reads
+  std::vector<ForwardRank> ranks_;            // [R]
+  std::vector<std::optional<MapKey>> known_;  // [R] of the operands: weights, and x if shared rows
 };
 
 }  // namespace moxie::backend_cuda

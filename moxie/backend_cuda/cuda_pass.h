@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -46,6 +47,13 @@ struct LayerMemory {
 // CTAs of a cluster: `wanted` (CudaOptions::cluster_size), or where that is 0, 2 if experts have
 // many rows.
 std::int32_t choose_by_rows_per_expert(const Problem& problem, std::int32_t wanted);
+
+// What a group of tensor maps was made of, addresses and sizes: maps are made again only when one
+// of them changes.
+using MapKey = std::array<std::int64_t, 8>;
+inline std::int64_t address(const void* data) {
+  return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(data));
+}
 
 // Throws invalid_argument unless `data` is a multiple of 16: the kernels move 16 bytes at a time.
 void require_aligned(const char* what, std::int64_t rank, const void* data);

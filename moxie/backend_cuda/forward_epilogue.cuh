@@ -3,7 +3,7 @@
 #pragma once
 
 #include "moxie/backend_cuda/forward_policies.cuh"
-#include "moxie/combine/combine_cuda.cuh"
+#include "moxie/backend_cuda/pass_epilogue.cuh"
 #include "moxie/expert/bias_cuda.cuh"
 
 namespace moxie::backend_cuda {
@@ -90,14 +90,14 @@ struct ForwardEpilogue {
     // beside the next tile's products.
 #pragma unroll
     for (int32_t piece = 0; piece < 2; ++piece) {
-      pack(acc, piece, packed[piece]);
+      expert::pack_piece(acc, piece, packed[piece]);
       if (goes_home(tile))
-        combine::stage_piece(packed[piece], staging(warp, piece), warp.lane_idx);
+        combine::stage_piece(packed[piece], expert::staging_of(warp, piece), warp.lane_idx);
       else
         store_piece(packed[piece], piece, tile, warp);
     }
 #pragma unroll
-    for (int32_t piece = 2; piece < 4; ++piece) pack(acc, piece, packed[piece - 2]);
+    for (int32_t piece = 2; piece < 4; ++piece) expert::pack_piece(acc, piece, packed[piece - 2]);
   }
 
   // Stores what convert() left in packed[deferred].
@@ -109,9 +109,9 @@ struct ForwardEpilogue {
       return;
     }
     if (tile.num_rows <= warp.warp_row) return;
-    if (deferred == 0) push_pair(0, tile, warp);
-    combine::stage_piece(values, staging(warp, deferred), warp.lane_idx);
-    if (deferred == 1) push_pair(1, tile, warp);
+    if (deferred == 0) push_home(common, state, 0, tile, warp);
+    combine::stage_piece(values, expert::staging_of(warp, deferred), warp.lane_idx);
+    if (deferred == 1) push_home(common, state, 1, tile, warp);
   }
   // The warp's part of the tile is stored: tells this CTA's ticket warp, which tells the others.
   __device__ __forceinline__ void publish(const Tile& tile, uint32_t tile_idx,
@@ -132,26 +132,6 @@ struct ForwardEpilogue {
   }
 
  private:
-  static __device__ __forceinline__ void pack(const float (&acc)[128], int32_t piece,
-                                              uint32_t (&values)[16]) {
-#pragma unroll
-    for (int32_t i = 0; i < 16; ++i) {
-      values[i] = expert::pack_bf16(acc[piece * 32 + 2 * i], acc[piece * 32 + 2 * i + 1]);
-    }
-  }
-
-  static __device__ __forceinline__ bf16* staging(const EpilogueWarp& warp, int32_t piece) {
-    return warp.staging + piece % 2 * (16 * 64);
-  }
-
-  // Two staged pieces to their rows' homes.
-  __device__ __forceinline__ void push_pair(int32_t pair, const Tile& tile,
-                                            const EpilogueWarp& warp) const {
-    combine::push_pair(warp.staging, state.row_home[warp.warp_row / 16],
-                       tile.num_rows - warp.warp_row, tile.n_tile * BLOCK_N + pair * 128,
-                       static_cast<int32_t>(common.problem.hidden), warp.lane_idx);
-  }
-
   // One piece of the warp's rows to the matrix of the tile's product.
   __device__ __forceinline__ void store_piece(const uint32_t (&values)[16], int32_t piece,
                                               const Tile& tile, const EpilogueWarp& warp) const {
@@ -161,8 +141,8 @@ struct ForwardEpilogue {
                           : tile.product == kFc2 ? tile.row_begin - shared_rows()
                                                  : tile.row_begin;
     expert::store_piece(
-        rank.outputs[tile.product], values, staging(warp, piece), first + warp.warp_row, num_rows,
-        tile.n_tile * (is_fc1(tile) ? BLOCK_N / 2 : BLOCK_N) + piece * 64, warp.lane_idx);
+        rank.outputs[tile.product], values, expert::staging_of(warp, piece), first + warp.warp_row,
+        num_rows, tile.n_tile * (is_fc1(tile) ? BLOCK_N / 2 : BLOCK_N) + piece * 64, warp.lane_idx);
   }
 
   // FC2 rows of other ranks' tokens, unless they are only stored.
@@ -212,9 +192,9 @@ struct ForwardEpilogue {
                              ? column + piece / 2 * static_cast<int32_t>(intermediate)
                              : z.num_columns;
       uint32_t values[16];
-      pack(acc, piece, values);
-      expert::store_piece(z, values, warp.staging + (piece % 2) * (16 * 64), row + warp.warp_row,
-                          num_rows, at, warp.lane_idx);
+      expert::pack_piece(acc, piece, values);
+      expert::store_piece(z, values, expert::staging_of(warp, piece), row + warp.warp_row, num_rows,
+                          at, warp.lane_idx);
     }
   }
 

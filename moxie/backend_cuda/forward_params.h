@@ -16,8 +16,9 @@ struct ForwardRank : PassRank {
 };
 
 struct ForwardCommon : PassCommon {
-  std::byte* workspaces[kMaxRanks];  // push dispatch writes there
-  bf16* keep_x[kMaxRanks];           // [saved_blocks * 128, H] context or null, likewise
+  static constexpr bool kOneLaunch = false;  // split mode takes one per phase
+  std::byte* workspaces[kMaxRanks];          // push dispatch writes there
+  bf16* keep_x[kMaxRanks];                   // [saved_blocks * 128, H] context or null, likewise
 };
 
 template <int kNumLocalRanks>

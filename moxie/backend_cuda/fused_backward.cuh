@@ -34,34 +34,11 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
   const BackwardRank& rank = params.ranks[local_rank];
   const schedule::Cta cta{static_cast<int32_t>(blockIdx.x) - local_rank * common.ctas_per_rank,
                           common.ctas_per_rank};
-  if (common.faults.kill_rank == rank.me.v)
-    return;  // fault injection: peers must find out by themselves
-  come_late(common.faults, rank.me);
-
-  initialise_pass_barriers<kClusterSize>(state);
-  expert::initialise_barriers<kClusterSize>(shared);  // and hands all of them to the cluster
-  if (threadIdx.x == 0) {
-    open_pass(common, rank, cta, state);
-    choose_staged(common, rank, state);
-  }
-  __syncthreads();
-  int32_t* scratch =
-      reinterpret_cast<int32_t*>(shared_bytes);  // the stages, before anything is loaded
-  clear_other_bank(common, rank, state, cta);
-  if (!sort_routes(common, rank, state, cta, scratch)) return;
-  if (cta.idx == 0) {
-    schedule_pass(common, rank, state, cta, scratch, BackwardTables{common, rank});
-  } else {
-    stage_tokens(common, rank, state, StageUntil::scheduled);  // useful while it waits
-  }
   const auto fill = [&](const ScheduleResult& result) {
     fill_state<kClusterSize>(common, rank, state, result);
   };
-  if (!read_schedule(common, rank, state, fill)) return;
-  if (state.verdict != Verdict::go) return close_pass(common, rank, state);
-  // The scratch was written by plain stores; tensor copies write there next.
-  ptx::fence_proxy_async(ptx::space_shared);
-  expert::sync_cluster<kClusterSize>();  // the partner's barriers are ready, its scratch is free
+  if (!begin_pass<kClusterSize>(common, rank, shared, cta, BackwardTables{common, rank}, fill))
+    return;
 
   const BackwardGemm<kGeneral> gemm{
       {common, rank}, {common, rank, state}, {common, state}, state.barrier_limits};

@@ -300,4 +300,48 @@ __device__ __forceinline__ void close_pass(const PassCommon& common, const PassR
   *at<uint64_t>(rank, common.workspace.pass_count) = state.pass_count + 1;
 }
 
+// All threads of a CTA, before they take their roles: everything up to the schedule. `fill` is
+// read_schedule()'s, `tables` schedule_pass()'s; choose_staged() is the direction's own. False: the
+// pass is over for this CTA.
+template <int kClusterSize, class Common, class Rank, class Shared, class Tables, class Fill>
+__device__ __forceinline__ bool begin_pass(const Common& common, const Rank& rank, Shared& shared,
+                                           schedule::Cta cta, const Tables& tables,
+                                           const Fill& fill) {
+  auto& state = shared.schedule;
+  if (common.faults.kill_rank == rank.me.v)
+    return false;  // fault injection: peers must find out by themselves
+  come_late(common.faults, rank.me);
+
+  initialise_pass_barriers<kClusterSize>(state);
+  expert::initialise_barriers<kClusterSize>(shared);  // and hands all of them to the cluster
+  if (threadIdx.x == 0) {
+    open_pass(common, rank, cta, state);
+    choose_staged(common, rank, state);
+  }
+  __syncthreads();
+  int32_t* scratch = reinterpret_cast<int32_t*>(&shared);  // the stages, before anything is loaded
+  if (Common::kOneLaunch || common.phases & kStagePhase) {
+    clear_other_bank(common, rank, state, cta);
+    if (Common::kOneLaunch || !common.keep_schedule) {
+      if (!sort_routes(common, rank, state, cta, scratch)) return false;
+      if (cta.idx == 0) {
+        schedule_pass(common, rank, state, cta, scratch, tables);
+      } else {
+        stage_tokens(common, rank, state, StageUntil::scheduled);  // useful while it waits
+      }
+    } else if (cta.idx == 0 && threadIdx.x == 0) {
+      announce_staged(common, rank.me, state.epoch);
+    }
+  }
+  if (!read_schedule(common, rank, state, fill)) return false;
+  if (state.verdict != Verdict::go) {
+    close_pass(common, rank, state);
+    return false;
+  }
+  // The scratch was written by plain stores; tensor copies write there next.
+  ptx::fence_proxy_async(ptx::space_shared);
+  expert::sync_cluster<kClusterSize>();  // the partner's barriers are ready, its scratch is free
+  return true;
+}
+
 }  // namespace moxie::backend_cuda

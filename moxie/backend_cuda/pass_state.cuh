@@ -97,18 +97,4 @@ __device__ __forceinline__ void announce_slab(const PassCommon& common, RankId m
   }
 }
 
-using expert::EpilogueWarp;
-
-// The same warp, but the compiler cannot tell: what depends on its lane is computed where it is
-// needed, not kept in registers through the main loop.
-__device__ __forceinline__ EpilogueWarp opaque(EpilogueWarp warp) {
-  warp.lane_idx = static_cast<int32_t>(ptx::get_sreg_laneid());
-  asm volatile("" : "+r"(warp.lane_idx), "+r"(warp.warp_row));
-  // As an address of shared memory: half the registers, and its loads stay shared ones.
-  auto staging = static_cast<uint32_t>(__cvta_generic_to_shared(warp.staging));
-  asm volatile("" : "+r"(staging));
-  warp.staging = static_cast<bf16*>(__cvta_shared_to_generic(staging));
-  return warp;
-}
-
 }  // namespace moxie::backend_cuda

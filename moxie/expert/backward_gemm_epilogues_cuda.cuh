@@ -222,9 +222,8 @@ struct WgradStore {
                                         const Tile& tile, const EpilogueWarp& warp) const {
     const int32_t num_rows = tile.num_rows - warp.warp_row;
     if (num_rows <= 0) return;
-    store_piece(out[tile.product], values, warp.staging + (piece % 2) * (16 * 64),
-                tile.row_begin + warp.warp_row, num_rows,
-                n_tile_of_wgrad(tile) * BLOCK_N + piece * 64, warp.lane_idx);
+    store_piece(out[tile.product], values, staging_of(warp, piece), tile.row_begin + warp.warp_row,
+                num_rows, n_tile_of_wgrad(tile) * BLOCK_N + piece * 64, warp.lane_idx);
   }
 
   __device__ __forceinline__ void publish(const Tile&, uint32_t, const EpilogueWarp&) const {}

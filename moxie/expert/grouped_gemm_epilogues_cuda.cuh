@@ -28,6 +28,19 @@ __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
+// A warp's accumulators of 16 rows x 64 columns, `piece` of four, as store_piece() takes them.
+__device__ __forceinline__ void pack_piece(const float (&acc)[128], int32_t piece,
+                                           uint32_t (&values)[16]) {
+#pragma unroll
+  for (int32_t i = 0; i < 16; ++i) {
+    values[i] = pack_bf16(acc[piece * 32 + 2 * i], acc[piece * 32 + 2 * i + 1]);
+  }
+}
+// Pieces take turns in the warp's staging.
+__device__ __forceinline__ bf16* staging_of(const EpilogueWarp& warp, int32_t piece) {
+  return warp.staging + piece % 2 * (16 * 64);
+}
+
 // Where a piece is stored: rows `stride` elements apart, of which columns below num_columns are
 // written.
 struct PieceTarget {
@@ -114,10 +127,7 @@ struct StoreEpilogue {
       uint32_t at_once[16];
       constexpr int32_t kNumAtOnce = kNumPieces - kNumDeferred;
       uint32_t(&values)[16] = piece < kNumAtOnce ? at_once : packed[max(0, piece - kNumAtOnce)];
-#pragma unroll
-      for (int32_t i = 0; i < 16; ++i) {
-        values[i] = pack_bf16(acc[piece * 32 + 2 * i], acc[piece * 32 + 2 * i + 1]);
-      }
+      pack_piece(acc, piece, values);
       if (piece < kNumAtOnce) store_columns(values, piece, tile, warp);
     }
   }
@@ -132,8 +142,8 @@ struct StoreEpilogue {
                                                 const Tile& tile, const EpilogueWarp& warp) const {
     const int32_t num_rows = tile.num_rows - warp.warp_row;
     if (num_rows <= 0) return;
-    store_piece(out, values, warp.staging + (piece % 2) * (16 * 64), tile.row_begin + warp.warp_row,
-                num_rows, tile.n_tile * BLOCK_N + piece * 64, warp.lane_idx);
+    store_piece(out, values, staging_of(warp, piece), tile.row_begin + warp.warp_row, num_rows,
+                tile.n_tile * BLOCK_N + piece * 64, warp.lane_idx);
   }
 
   // Nobody waits for single tiles: the end of the kernel tells.

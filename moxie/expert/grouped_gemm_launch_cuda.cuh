@@ -10,6 +10,7 @@
 #include "moxie/device/tensor_map.h"
 #include "moxie/expert/grouped_gemm.h"
 #include "moxie/expert/grouped_gemm_epilogues_cuda.cuh"
+#include "moxie/expert/grouped_gemm_kernel_cuda.cuh"
 #include "moxie/expert/grouped_gemm_schedule_cuda.cuh"
 
 namespace moxie::expert {

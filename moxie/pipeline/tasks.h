@@ -272,8 +272,8 @@ struct BackwardTiling {
   bool postpones = false;                       // the weight gradients of the last chunks
 };
 inline constexpr BackwardTiling kGpuBackwardTiling{kWideDgradTileCols, true, true};
-// One in so many chunks is postponed: while their weight gradients take a twelfth of the pass, the
-// merge is over (H200).
+// One in so many chunks is postponed: half of a sixth of the pass is left to merge in. Not tuned;
+// on H200 it made no difference that could be measured (docs/decisions/009-fused-backward.md).
 inline constexpr std::int64_t kChunksPerPostponed = 6;
 
 MOXIE_HD constexpr BackwardStream backward_stream(const Problem& p, const Plan& plan,

@@ -89,21 +89,12 @@ class BackwardCase {
     return download();
   }
   // The same in a world of its own.
-  PassOutputs run_alone(const Plan& plan = {}, std::int32_t cluster_size = 0,
-                        std::int32_t reserve_sms = 0) {
-    World world =
-        World::cuda(cuda_options(case_.num_ranks()), {devices_, reserve_sms, cluster_size});
-    Layer layer(world, case_.problem(), plan);
-    return run(world, layer);
+  PassOutputs run_alone(const Plan& plan = {}, std::int32_t reserve_sms = 0,
+                        std::int32_t cluster_size = 0) {
+    return run_in_own_world(*this, case_, devices_, plan, reserve_sms, cluster_size);
   }
 
  private:
-  template <class View>
-  static std::size_t bytes_of(const View& view) {
-    return view.absent()
-               ? 0
-               : static_cast<std::size_t>(view.shape.num_elements() * size_bytes(view.dtype));
-  }
   template <class Call>
   static void for_each_pair(BackwardOutput& a, BackwardOutput& b, const Call& call) {
     call(a.dx, b.dx);

@@ -26,6 +26,24 @@ inline CudaOptions on_gpu_0(std::int64_t num_ranks) {
   return cuda;
 }
 
+// Bytes of a view, 0 of an absent one.
+template <class View>
+std::size_t bytes_of(const View& view) {
+  return view.absent()
+             ? 0
+             : static_cast<std::size_t>(view.shape.num_elements() * size_bytes(view.dtype));
+}
+
+// One pass, or forward and backward, of a case on these GPUs in a world of its own.
+template <class OnDevice>
+PassOutputs run_in_own_world(OnDevice& on_device, const LayerCase& c,
+                             const std::vector<int>& devices, const Plan& plan,
+                             std::int32_t reserve_sms, std::int32_t cluster_size) {
+  World world = World::cuda(cuda_options(c.num_ranks()), {devices, reserve_sms, cluster_size});
+  Layer layer(world, c.problem(), plan);
+  return on_device.run(world, layer);
+}
+
 class DeviceCase {
  public:
   explicit DeviceCase(const LayerCase& c, std::vector<int> devices = {})
@@ -62,12 +80,12 @@ class DeviceCase {
     }
   }
   void poison_outputs() {
-    for (const ForwardOutput& out : outputs_) cudaMemset(out.y.data, 0xFF, bytes(out.y));
+    for (const ForwardOutput& out : outputs_) cudaMemset(out.y.data, 0xFF, bytes_of(out.y));
   }
   PassOutputs download() const {
     PassOutputs out(case_);
     for (std::size_t r = 0; r < devices_.size(); ++r) {
-      cudaMemcpy(out.ranks[r].y.view().data, outputs_[r].y.data, bytes(outputs_[r].y),
+      cudaMemcpy(out.ranks[r].y.view().data, outputs_[r].y.data, bytes_of(outputs_[r].y),
                  cudaMemcpyDeviceToHost);
     }
     return out;
@@ -88,24 +106,17 @@ class DeviceCase {
   // The same in a world of its own.
   PassOutputs run_alone(const Plan& plan = {}, std::int32_t reserve_sms = 0,
                         std::int32_t cluster_size = 0) {
-    World world =
-        World::cuda(cuda_options(case_.num_ranks()), {devices_, reserve_sms, cluster_size});
-    Layer layer(world, case_.problem(), plan);
-    return run(world, layer);
+    return run_in_own_world(*this, case_, devices_, plan, reserve_sms, cluster_size);
   }
 
  private:
-  template <class View>
-  static std::size_t bytes(const View& view) {
-    return static_cast<std::size_t>(view.shape.num_elements() * size_bytes(view.dtype));
-  }
   ConstTensorView copy(const ConstTensorView& host) {
-    buffers_.emplace_back(bytes(host));
-    cudaMemcpy(buffers_.back().get(), host.data, bytes(host), cudaMemcpyHostToDevice);
+    buffers_.emplace_back(bytes_of(host));
+    cudaMemcpy(buffers_.back().get(), host.data, bytes_of(host), cudaMemcpyHostToDevice);
     return {buffers_.back().get(), host.dtype, host.shape};
   }
   static void refresh(const ConstTensorView& device, const ConstTensorView& host) {
-    cudaMemcpy(const_cast<void*>(device.data), host.data, bytes(host), cudaMemcpyHostToDevice);
+    cudaMemcpy(const_cast<void*>(device.data), host.data, bytes_of(host), cudaMemcpyHostToDevice);
   }
 
   const LayerCase& case_;

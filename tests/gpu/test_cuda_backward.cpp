@@ -9,9 +9,9 @@ namespace {
 void expect_right_on_gpu(const LayerCase& c, DType grad_dtype = DType::f32,
                          std::vector<int> devices = {}) {
   BackwardCase on_device(c, std::move(devices), grad_dtype);
-  const PassOutputs alone = on_device.run_alone({}, 1);
+  const PassOutputs alone = on_device.run_alone({}, 0, 1);
   expect_close(c, reference_of(c), alone);
-  EXPECT_TRUE(same_bits(alone, on_device.run_alone({}, 2)));
+  EXPECT_TRUE(same_bits(alone, on_device.run_alone({}, 0, 2)));
 }
 
 TEST(CudaBackward, one_rank) {

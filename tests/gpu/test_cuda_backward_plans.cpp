@@ -51,8 +51,8 @@ TEST(CudaBackwardPlans, same_bits_in_every_ring_and_chunk) {
             plan.save = num_runs % 2 == 0 ? SavePolicy::z : SavePolicy::none;
             plan.comm_workers = std::array{0, 2, 8}[num_runs++ % 3];
             SCOPED_TRACE(to_string(plan));
-            EXPECT_TRUE(same_bits(first, on_device.run_alone(plan, 1)));
-            EXPECT_TRUE(same_bits(first, on_device.run_alone(plan, 2)));
+            EXPECT_TRUE(same_bits(first, on_device.run_alone(plan, 0, 1)));
+            EXPECT_TRUE(same_bits(first, on_device.run_alone(plan, 0, 2)));
           }
         }
       }
@@ -73,7 +73,7 @@ TEST(CudaBackwardPlans, same_bits_whatever_the_context_keeps) {
         plan.saved_rows = saved_rows;
         if (small_ring) plan.chunk_blocks = 1, plan.backward_ring_blocks = 2;
         SCOPED_TRACE(to_string(plan));
-        EXPECT_TRUE(same_bits(first, on_device.run_alone(plan, saved_rows == 1 ? 2 : 1)));
+        EXPECT_TRUE(same_bits(first, on_device.run_alone(plan, 0, saved_rows == 1 ? 2 : 1)));
       }
     }
   }
@@ -101,7 +101,7 @@ TEST(CudaBackwardPlans, same_bits_in_every_mode_order_and_form_of_communication)
   }
   for (const std::int32_t reserve_sms : {1, 60, 120}) {
     for (const std::int32_t cluster_size : {1, 2}) {
-      EXPECT_TRUE(same_bits(first, on_device.run_alone({}, cluster_size, reserve_sms)))
+      EXPECT_TRUE(same_bits(first, on_device.run_alone({}, reserve_sms, cluster_size)))
           << reserve_sms << " SMs reserved, clusters of " << cluster_size;
     }
   }

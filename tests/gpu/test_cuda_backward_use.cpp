@@ -6,6 +6,7 @@
 
 #include "moxie/pipeline/tasks.h"
 #include "tests/gpu/backward_case.h"
+#include "tests/gpu/lost_rank.h"
 #include "tests/support/expect_error.h"
 
 namespace moxie::test {
@@ -361,19 +362,7 @@ void expect_loss_reported(const std::vector<int>& devices, std::int64_t lost) {
     world.synchronize();
     ADD_FAILURE() << "no Error";
   } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::timeout) << error.what();
-    ASSERT_EQ(error.waits().size(), static_cast<std::size_t>(num_ranks - 1)) << error.what();
-    int first = 0;
-    for (const WaitRecord& wait : error.waits()) {
-      SCOPED_TRACE(to_string(wait));
-      EXPECT_NE(wait.rank, lost);
-      EXPECT_LT(wait.seen, wait.wanted);
-      if (wait.told_by >= 0) continue;
-      ++first;  // it waited for the lost rank's inputs, and says so
-      EXPECT_EQ(wait.what, WaitFor::inputs_ready);
-      EXPECT_EQ(wait.index, lost);
-    }
-    EXPECT_GE(first, 1);
+    expect_lost_rank_named(error, num_ranks, lost);
   }
   EXPECT_LT(std::chrono::duration<double>(Clock::now() - begin).count(), 3.0);
   expect_error(ErrorCode::world_stopped, {"reset"},

@@ -2,6 +2,7 @@
 #include <chrono>
 
 #include "tests/gpu/device_case.h"
+#include "tests/gpu/lost_rank.h"
 #include "tests/support/expect_error.h"
 
 namespace moxie::test {
@@ -38,20 +39,7 @@ void expect_loss_reported(const std::vector<int>& devices, std::int64_t lost) {
     on_device.run(world, layer);
     ADD_FAILURE() << "no Error";
   } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::timeout) << error.what();
-    ASSERT_EQ(error.waits().size(), static_cast<std::size_t>(num_ranks - 1)) << error.what();
-    int first = 0;
-    for (const WaitRecord& wait : error.waits()) {
-      SCOPED_TRACE(to_string(wait));
-      EXPECT_NE(wait.rank, lost);
-      EXPECT_LT(wait.seen, wait.wanted);
-      first += wait.told_by < 0;
-      if (wait.told_by < 0) {  // it waited for the lost rank's inputs, and says so
-        EXPECT_EQ(wait.what, WaitFor::inputs_ready);
-        EXPECT_EQ(wait.index, lost);
-      }
-    }
-    EXPECT_GE(first, 1);
+    expect_lost_rank_named(error, num_ranks, lost);
   }
   EXPECT_LT(seconds_since(begin), 3.0);
   expect_error(ErrorCode::world_stopped, {"reset"}, [&] { on_device.run(world, layer); });
