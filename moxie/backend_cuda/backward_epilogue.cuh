@@ -21,7 +21,9 @@ struct BackwardEpilogue {
     return kind_of(tile) < kDx;
   }
   using Backward = expert::ActivationBackward<kGeneral>;
-  using Sums = typename Backward::Sums;
+  struct Sums : Backward::Sums {
+    int32_t ring_row;  // of the warp's first row
+  };
   const BackwardCommon& common;
   const BackwardRank& rank;
   BackwardState& state;
@@ -47,6 +49,8 @@ struct BackwardEpilogue {
   }
 
   // ---- beside the main loop, which hides the latency ----
+
+  static constexpr bool prepares(Majors majors) { return majors != Majors::mn_mn; }
 
   __device__ __forceinline__ Prepared prepare(const Tile& tile,
                                               const EpilogueWarp& known_warp) const {
@@ -81,9 +85,12 @@ struct BackwardEpilogue {
 
   // ---- dgrad: in the stages that hold z ----
 
-  __device__ __forceinline__ Sums begin(const Prepared&) const { return {{0.0f, 0.0f}}; }
+  __device__ __forceinline__ Sums begin(const Prepared&, const Tile& tile,
+                                        const EpilogueWarp& warp) const {
+    return {{{0.0f, 0.0f}}, ring_row(tile, 0) + warp.warp_row};
+  }
 
-  // Columns 64 * piece .. + 63 of the tile.
+  // Columns 64 * piece .. + 63 of the tile, whose sums are the first 32.
   __device__ __forceinline__ void convert_stage(const float (&acc)[128], const Prepared& prepared,
                                                 Sums& sums, const Tile& tile, int32_t piece,
                                                 const EpilogueWarp& known_warp, bf16* stage_a,
@@ -95,10 +102,10 @@ struct BackwardEpilogue {
       uint8_t* gate_piece = reinterpret_cast<uint8_t*>(stage_b + warp.warp_row * 64);
       uint8_t* up_piece = gate_piece + BLOCK_M * 128;
       uint8_t* wa_piece = reinterpret_cast<uint8_t*>(stage_a + warp.warp_row * 64);
-      Backward::convert_piece(common.problem.activation, acc, prepared.weight, sums, piece,
-                              gate_piece, up_piece, wa_piece, warp.lane_idx);
+      Backward::convert_piece(common.problem.activation, acc, prepared.weight, sums, gate_piece,
+                              up_piece, wa_piece, warp.lane_idx);
       const auto store = [&](int32_t plane, const uint8_t* from) {
-        const int32_t row = ring_row(tile, plane) + warp.warp_row;
+        const int32_t row = sums.ring_row + plane * static_cast<int32_t>(common.ring_rows);
         expert::store_from_stage(rank.grad_stores, column, row,
                                  grad_ring() + row * common.ring_width + column, common.ring_width,
                                  num_rows, from, warp.lane_idx);
@@ -117,9 +124,9 @@ struct BackwardEpilogue {
 #pragma unroll
     for (int32_t h = 0; h < 2; ++h) {
       const float sum = Backward::row_sum(sums, h);
-      const int32_t row = warp.warp_row + warp.lane_idx / 4 + 8 * h;
-      if (warp.lane_idx % 4 == 0 && row < tile.num_rows)
-        row_sums(common, rank, ring_row(tile, 0) + row)[tile.n_tile] = sum;
+      const int32_t row = warp.lane_idx / 4 + 8 * h;
+      if (warp.lane_idx % 4 == 0 && warp.warp_row + row < tile.num_rows)
+        row_sums(common, rank, sums.ring_row + row)[tile.n_tile] = sum;
     }
   }
 
@@ -130,23 +137,13 @@ struct BackwardEpilogue {
                                           uint32_t (&packed)[kNumDeferred][16]) const {
     const EpilogueWarp warp = opaque(known_warp);
     const int32_t kind = kind_of(tile);
-    if (kind == kRemadeZ) {
-      store_z(acc, tile, warp);
+    if (kind != kDx && stores_at_once(acc, tile, warp)) {
+      expert::defer_nothing(packed);
       return;
     }
-    if (kind != kDx) {
-      if (tile.num_rows <= warp.warp_row) return;  // all 16 rows are real, or none
-      if (!ends(tile)) {
-        put_aside(acc, tile, warp);
-        return;
-      }
-      if (common.grads_are_float) {
-        expert::store_float_rows(acc, grad_map(tile), tile.row_begin + warp.warp_row,
-                                 column_tile_of(tile) * BLOCK_N, grad_columns(tile),
-                                 common.accumulate, warp);
-        return;
-      }
-    } else {
+    // Staging, of which the tile before may still be stored.
+    if (warp.lane_idx == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
+    if (kind == kDx) {
       if (is_shared(tile) && rank.shared_output_gate != nullptr)
         add_gate(acc, prepared, tile, warp);
       if (warp.lane_idx < 16 && warp.warp_row + warp.lane_idx < tile.num_rows) {
@@ -163,10 +160,13 @@ struct BackwardEpilogue {
 #pragma unroll
     for (int32_t piece = 0; piece < 2; ++piece) {
       expert::pack_piece(acc, piece, packed[piece]);
-      if (kind == kDx)
-        combine::stage_piece(packed[piece], expert::staging_of(warp, piece), warp.lane_idx);
-      else
-        store_grad(packed[piece], piece, tile, warp);
+      combine::stage_piece(packed[piece], expert::staging_of(warp, piece), warp.lane_idx);
+    }
+    if (kind != kDx) {
+      ptx::fence_proxy_async(ptx::space_shared);  // once for both: it takes a thousand cycles
+      __syncwarp();
+      send_grad(0, tile, warp);
+      send_grad(1, tile, warp);
     }
 #pragma unroll
     for (int32_t piece = 2; piece < 4; ++piece) expert::pack_piece(acc, piece, packed[piece - 2]);
@@ -190,16 +190,11 @@ struct BackwardEpilogue {
   // The warp's part of the tile is stored: tells this CTA's ticket warp, which tells the others.
   __device__ __forceinline__ void publish(const Tile& tile, uint32_t tile_idx,
                                           const EpilogueWarp& warp) const {
-    if (warp.lane_idx == 0) {
-      if (kind_of(tile) < kDx) {
-        // This lane's tensor copies have written global memory, and that becomes visible to the
-        // generic proxy.
-        ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
-        ptx::fence_proxy_async(ptx::space_global);
-      } else if (kind_of(tile) != kDx) {
-        // Nobody reads weight gradients in this pass, but staging is written next.
-        ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
-      }
+    if (warp.lane_idx == 0 && kind_of(tile) < kDx) {
+      // This lane's tensor copies have written global memory, and that becomes visible to the
+      // generic proxy. (Nobody reads weight gradients in this pass.)
+      ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
+      ptx::fence_proxy_async(ptx::space_global);
     }
     __syncwarp();  // the other lanes' stores, to lane 0, whose arrival releases them
     if (warp.lane_idx == 0)
@@ -245,6 +240,24 @@ struct BackwardEpilogue {
   __device__ __forceinline__ int32_t grad_columns(const Tile& tile) const {
     return kind_of(tile) == kWgradDown ? intermediate(tile)
                                        : static_cast<int32_t>(common.problem.hidden);
+  }
+
+  // Remade z, and weight gradients other than the last sums of an expert in BF16.
+  __device__ __forceinline__ bool stores_at_once(float (&acc)[128], const Tile& tile,
+                                                 const EpilogueWarp& warp) const {
+    if (kind_of(tile) == kRemadeZ) {
+      store_z(acc, tile, warp);
+    } else if (tile.num_rows <= warp.warp_row) {  // all 16 rows are real, or none
+    } else if (!ends(tile)) {
+      put_aside(acc, tile, warp);
+    } else if (common.grads_are_float) {
+      expert::store_float_rows(acc, grad_map(tile), tile.row_begin + warp.warp_row,
+                               column_tile_of(tile) * BLOCK_N, grad_columns(tile),
+                               common.accumulate, warp);
+    } else {
+      return false;
+    }
+    return true;
   }
 
   // ---- z ----
@@ -316,12 +329,27 @@ struct BackwardEpilogue {
 
   // ---- weight gradients ----
 
+  // A piece, by tensor copy: rows come in 64s, so all 16 are real.
   __device__ __forceinline__ void store_grad(const uint32_t (&values)[16], int32_t piece,
                                              const Tile& tile, const EpilogueWarp& warp) const {
-    // Rows come in 64s, so all 16 are real: by tensor copy.
-    expert::store_piece(expert::PieceTarget{grad_map(tile), nullptr, 0, grad_columns(tile)}, values,
-                        expert::staging_of(warp, piece), tile.row_begin + warp.warp_row, 16,
-                        column_tile_of(tile) * BLOCK_N + piece * 64, warp.lane_idx);
+    // At most the previous piece's copy is still reading: it has the other buffer.
+    if (warp.lane_idx == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>{});
+    combine::stage_piece(values, expert::staging_of(warp, piece), warp.lane_idx);
+    ptx::fence_proxy_async(ptx::space_shared);  // this lane's part, to the copy engine
+    __syncwarp();
+    send_grad(piece, tile, warp);
+  }
+  // A staged piece.
+  __device__ __forceinline__ void send_grad(int32_t piece, const Tile& tile,
+                                            const EpilogueWarp& warp) const {
+    if (warp.lane_idx != 0) return;
+    const int32_t column = column_tile_of(tile) * BLOCK_N + piece * 64;
+    if (column < grad_columns(tile)) {
+      ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &grad_map(tile),
+                                {column, tile.row_begin + warp.warp_row, 0},
+                                expert::staging_of(warp, piece));
+    }
+    ptx::cp_async_bulk_commit_group();  // an empty one too: waits count groups
   }
 
   // This thread's sums of a tile: 16 bytes every kNumSumThreads.

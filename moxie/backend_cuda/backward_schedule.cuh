@@ -145,6 +145,7 @@ __device__ __forceinline__ void fill_state(const BackwardCommon& common, const B
   state.ticket_counter = state.counters + common.counters.ticket;
   state.num_home_tiles = static_cast<int32_t>(state.stream.dx_tiles);
   state.ring_blocks = static_cast<int32_t>(common.plan.backward_ring_blocks);
+  state.ready_chunk = -1;
   state.skips_empty = common.accumulate;
   state.counts_trail = state.ring_blocks < state.table.num_blocks ||
                        common.cuda_workspace.partial_tiles.num_bytes > 0;

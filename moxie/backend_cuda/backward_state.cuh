@@ -39,6 +39,7 @@ struct BackwardState : PassState {
   const int64_t* step_begin;  // [num_steps + 1] tickets, or pairs of them, before a step
   uint32_t num_units;         // of them in all
   int32_t ring_blocks;
+  int32_t ready_chunk;  // the loading lane's: whose dgrad it has seen complete last
   bool skips_empty;   // gradients are added: experts without rows have nothing to write
   bool counts_trail;  // somebody waits for dX and weight gradients: slots or sums are used again
 

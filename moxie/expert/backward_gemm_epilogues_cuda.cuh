@@ -24,12 +24,12 @@ struct ActivationBackward {
     float of_row[2];  // this thread's part of rowsum(dA' . A)
   };
 
-  // Columns 64 * piece .. + 63 of a tile, 16 rows: dgate, dup and wA take the places of gate, up
-  // and A. This lane's part is then visible to copies that store them, and to those that load the
+  // 64 columns of a tile, 16 rows, whose sums are the first 32: dgate, dup and wA take the places of
+  // gate, up and A. This lane's part is then visible to copies that store them, and to those that load the
   // stage's next contents.
   static __device__ __forceinline__ void convert_piece(
       const Activation& activation, const float (&acc)[128], const float (&weights)[2], Sums& sums,
-      int32_t piece, uint8_t* gate_piece, uint8_t* up_piece, uint8_t* wa_piece, int32_t lane_idx) {
+      uint8_t* gate_piece, uint8_t* up_piece, uint8_t* wa_piece, int32_t lane_idx) {
     const int32_t piece_row = lane_idx % 16;
 #pragma unroll
     for (int32_t j = 0; j < 8; j += 2) {
@@ -40,7 +40,7 @@ struct ActivationBackward {
       device::ldmatrix_x4(up, up_piece + at);
 #pragma unroll
       for (int32_t i = 0; i < 4; ++i) {  // columns 8 (j + i / 2) .., rows h = i % 2
-        const float* da = acc + piece * 32 + 4 * j + 2 * i;
+        const float* da = acc + 4 * j + 2 * i;
         const float weight = weights[i % 2];
         float& sum = sums.of_row[i % 2];
         const Grads low =
@@ -146,9 +146,11 @@ struct DgradEpilogue {
     return load_row_weights(row_weight, tile, warp);
   }
 
-  __device__ __forceinline__ Sums begin(const Prepared&) const { return {{0.0f, 0.0f}}; }
+  __device__ __forceinline__ Sums begin(const Prepared&, const Tile&, const EpilogueWarp&) const {
+    return {{0.0f, 0.0f}};
+  }
 
-  // Columns 64 * piece .. + 63 of the tile.
+  // Columns 64 * piece .. + 63 of the tile, whose sums are the first 32.
   __device__ __forceinline__ void convert_stage(const float (&acc)[128], const Prepared& prepared,
                                                 Sums& sums, const Tile& tile, int32_t piece,
                                                 const EpilogueWarp& warp, bf16* stage_a,
@@ -158,8 +160,8 @@ struct DgradEpilogue {
       uint8_t* gate_piece = reinterpret_cast<uint8_t*>(stage_b + warp.warp_row * 64);
       uint8_t* up_piece = gate_piece + BLOCK_M * 128;
       uint8_t* wa_piece = reinterpret_cast<uint8_t*>(stage_a + warp.warp_row * 64);
-      Backward::convert_piece(activation, acc, prepared.weight, sums, piece, gate_piece, up_piece,
-                              wa_piece, warp.lane_idx);
+      Backward::convert_piece(activation, acc, prepared.weight, sums, gate_piece, up_piece, wa_piece,
+                              warp.lane_idx);
       const auto store = [&](const GemmOutput& out, const uint8_t* from) {
         const int32_t row = tile.row_begin + warp.warp_row,
                       column = tile.n_tile * BLOCK_N + piece * 64;

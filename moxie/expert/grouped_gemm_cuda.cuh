@@ -255,6 +255,21 @@ __device__ __forceinline__ bool skip_tile(Shared& shared, int32_t num_k_blocks,
   return healthy;
 }
 
+// Does a tile with these majors have anything to prepare? Code that cannot run is not in its loop.
+template <class Epilogue>
+constexpr bool prepares(Majors majors) {
+  if constexpr (requires { Epilogue::prepares(majors); }) return Epilogue::prepares(majors);
+  return true;
+}
+
+// Where a tile leaves nothing for store(), says so to the compiler, which otherwise keeps what the
+// tile before had left through the whole epilogue, and spills.
+template <int kNumDeferred>
+__device__ __forceinline__ void defer_nothing(uint32_t (&packed)[kNumDeferred][16]) {
+#pragma unroll
+  for (int i = 0; i < kNumDeferred * 16; ++i) packed[i / 16][i % 16] = 0;
+}
+
 // A consumer warpgroup: 64 rows of every tile. The epilogue is split in two: convert() empties the
 // accumulators at once, into packed registers; store() writes one piece of them later, while the
 // tensor cores work on the next tile. Only the conversion keeps them waiting. A piece is 16
@@ -358,7 +373,10 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
       }
       // Only now, after a wait for the tile's first K block: what prepare() reads was ready before
       // A.
-      prepared = epilogue.prepare(tile, warp);
+      if constexpr (prepares<Epilogue>(kMajors))
+        prepared = epilogue.prepare(tile, warp);
+      else
+        prepared = {};
 #pragma unroll 1
       for (int32_t k_block = kNumDeferred; k_block < num_k_blocks; ++k_block) {
         healthy &= multiply_stage<kMajors>(acc, shared, stage, warpgroup_idx, false, params.limits);
@@ -388,9 +406,11 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
       if (Operands::has_epilogue_stages(packed_tile)) {
         converted = true;
         // Results overwrite what the epilogue has read in a stage and leave from there. The last
-        // stage is handed back beside the next tile's first products.
-        auto sums = epilogue.begin(prepared);
-#pragma unroll
+        // stage is handed back beside the next tile's first products. One copy of the code, which
+        // finds its piece's sums in front: four of them are more instructions than the cache holds
+        // beside all else, and took 20 % of a pass of small experts (decision 010).
+        auto sums = epilogue.begin(prepared, packed_tile, warp);
+#pragma unroll 1
         for (int32_t piece = 0; piece < Operands::kNumEpilogueStages; ++piece) {
           // Signalled by the byte counts of the stage's copies, as a K block is.
           if (!device::mbarrier_wait(&shared.stage_full[stage.slot_idx()], stage.parity(),
@@ -406,8 +426,11 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
                                                   stage_empty);
           }
           stage.advance();
+#pragma unroll
+          for (int i = 0; i < 96; ++i) acc[i] = acc[i + 32];
         }
         epilogue.finish(sums, packed_tile, warp);
+        defer_nothing(packed);
       }
     }
     if (!converted) epilogue.convert(acc, prepared, packed_tile, warp, packed);
