@@ -60,9 +60,9 @@ inline bool pulls_once(const Problem& p, const Plan& plan) {
          p.num_ranks * p.max_tokens <= INT32_MAX &&
          plan.x_ring_blocks >= plan.capacity_rows / pipeline::kBlockRows;
 }
-inline bool backward_pulls_once(const Problem& p, const Plan& plan) {
-  return p.num_ranks > 1 && p.num_ranks * p.max_tokens <= INT32_MAX &&
-         plan.backward_ring_blocks >= pipeline::extents(p, plan).blocks;
+// In the backward, as long as slots are used for the first time.
+inline bool backward_pulls_once(const Problem& p) {
+  return p.num_ranks > 1 && p.num_ranks * p.max_tokens <= INT32_MAX;
 }
 inline CudaWorkspaceLayout cuda_workspace_layout(const Problem& p, const Plan& plan) {
   const pipeline::WorkspaceLayout common = pipeline::workspace_layout(p, plan);
@@ -71,7 +71,7 @@ inline CudaWorkspaceLayout cuda_workspace_layout(const Problem& p, const Plan& p
   CudaWorkspaceLayout l;
   l.sort_counts = pack.take(schedule::kMaxSortCtas * p.num_experts * 4);
   l.result = pack.take(sizeof(ScheduleResult));
-  const bool once = pulls_once(p, plan) || backward_pulls_once(p, plan);
+  const bool once = pulls_once(p, plan) || backward_pulls_once(p);
   l.pulled = pack.take(once ? p.num_ranks * p.max_tokens * 8 : 0);
   l.words = pack.take(2 * sizeof(PassWords));
   l.step_pair = pack.take((2 * pipeline::extents(p, plan).chunks + plan.lag_chunks + 2) * 8);

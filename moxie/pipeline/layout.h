@@ -163,6 +163,7 @@ struct CounterLayout {
   std::int64_t ticket, tasks_done, dispatch_unit, merge_unit, merge_done, closed;
   std::int64_t phase;         // split mode: [kMaxPhases] workers that finished a phase
   std::int64_t combine_unit;  // if communication workers combine: next unit
+  std::int64_t first_round;   // backward on the GPU: warps without further rows for unused slots
   std::int64_t slab_done;     // [kMaxSlabs] FC2 (backward: dX) tiles of the slab, or combine units
   std::int64_t shared_done;   // shared FC2 (backward: dX) tiles
   std::int64_t x_ready;       // [groups] rows of the minibatch
@@ -194,6 +195,7 @@ MOXIE_HD constexpr CounterLayout counter_layout(const Extents& e) {
   c.closed = take(1);
   c.phase = take(kMaxPhases);
   c.combine_unit = take(1);
+  c.first_round = take(1);
   c.slab_done = take(kMaxSlabs);
   c.shared_done = take(1);
   c.x_ready = take(e.blocks);
