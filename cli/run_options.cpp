@@ -184,14 +184,14 @@ void add_plan_options(CLI::App& app, Plan& p) {
                     "slots for hidden rows, 0: all [0]"));
   group(add_integer(
       app, "--chunk", p.chunk_blocks, kInt32,
-      "backward: blocks handed to wgrad at a time, 0: whole experts if the ring holds all [0]"));
+      "backward: blocks handed to wgrad at a time, 0: whole experts, or by the ring [0]"));
   group(add_integer(app, "--lag-chunks", p.lag_chunks, kInt32,
                     "backward: chunks dgrad runs ahead [1]"));
   group(add_integer(app, "--backward-ring", p.backward_ring_blocks, Range{},
-                    "backward slots, 0: all [0]"));
+                    "backward slots, 0: most of the expected rows [0]"));
   group(add_choice(app, "--save", p.save, kSaves, "what forward keeps for backward [z]"));
   group(add_integer(app, "--saved-rows", p.saved_rows, Range{-1},
-                    "rows it is kept for, -1: all [-1]"));
+                    "rows it is kept for, -1: somewhat more than expected; z+x: all [-1]"));
   group(add_integer(app, "--comm-workers", p.comm_workers, kInt32,
                     "communication workers per rank, 0: one thread; on a GPU the spare warps of "
                     "every CTA [0]"));

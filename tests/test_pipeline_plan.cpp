@@ -59,8 +59,9 @@ TEST(PipelinePlan, RefusalsNameOptionValueRuleAndNearest) {
                 .find("nearest legal value 24"),
             std::string::npos);
   EXPECT_EQ(sentence(p, {.order = TaskOrder::lag, .hidden_ring_blocks = 24}), "");
-  EXPECT_NE(sentence(p, {.backward_ring_blocks = 15}).find("nearest legal value 16"),
-            std::string::npos);
+  EXPECT_NE(
+      sentence(p, {.chunk_blocks = 8, .backward_ring_blocks = 15}).find("nearest legal value 16"),
+      std::string::npos);
   EXPECT_NE(sentence(p, {.capacity_rows = 130}).find("nearest legal value 256"), std::string::npos);
   EXPECT_NE(sentence(p, {.num_slabs = 0}).find("plan.num_slabs is 0"), std::string::npos);
   EXPECT_EQ(sentence(p, {.comm_workers = 0}), "");
@@ -116,6 +117,94 @@ TEST(PipelinePlan, WorstCaseBlocksIsReachedAndNeverExceeded) {
       split(0, tokens);
       EXPECT_EQ(worst_case_blocks(p), worst) << experts << " experts, " << tokens << " tokens";
     }
+  }
+}
+
+// The layers of bench/scenarios/h200x2-backward.json whose memory is held against a baseline.
+struct MeasuredLayer {
+  Problem problem;
+  std::int64_t nccl_torch_bytes;  // bench/results/h200x2-backward.json
+};
+std::vector<MeasuredLayer> measured_layers() {
+  const auto layer = [](std::int64_t hidden, std::int64_t intermediate, std::int64_t experts,
+                        std::int64_t tokens, std::int64_t bytes) {
+    return MeasuredLayer{{.num_ranks = 2,
+                          .max_tokens = tokens,
+                          .hidden = hidden,
+                          .intermediate = intermediate,
+                          .num_experts = 2 * experts,
+                          .top_k = 8},
+                         bytes};
+  };
+  return {layer(7168, 2048, 6, 8192, 7'955'713'536), layer(2048, 768, 64, 16384, 4'442'430'976)};
+}
+
+std::int64_t bytes_with_context(const Problem& p, const Plan& plan) {
+  return heap_layout(p).num_bytes + workspace_layout(p, plan).num_bytes +
+         context_bytes(p, plan).total();
+}
+
+TEST(PipelinePlan, ChosenMemoryIsThatOfTheExpectedRowsNotOfTheWorstCase) {
+  for (const MeasuredLayer& layer : measured_layers()) {
+    const Problem& p = layer.problem;
+    const Plan plan = resolve(p, {});
+    EXPECT_LE(bytes_with_context(p, plan), layer.nccl_torch_bytes * 6 / 10);
+    EXPECT_EQ(plan.capacity_rows, worst_case_blocks(p) * kBlockRows);  // no routing fails
+    // z of what routers make of equal chances.
+    EXPECT_GE(plan.saved_rows, p.max_tokens * p.top_k * 104 / 100);
+    EXPECT_GE(plan.backward_ring_blocks, expected_blocks(p) * 7 / 8);
+    // The largest expert of such a routing is one chunk.
+    const std::int64_t expert = expected_rows(p) * p.num_ranks / p.num_experts / kBlockRows;
+    EXPECT_GT(plan.chunk_blocks, expert + expert / 10);
+    // A slot more would not lie in the forward's bytes, or there are as many as wanted.
+    Plan more = plan;
+    more.backward_ring_blocks += 3;
+    EXPECT_GT(workspace_layout(p, more).num_bytes, workspace_layout(p, plan).num_bytes);
+    // Asked for, all rows have memory.
+    Plan all = {.backward_ring_blocks = plan.capacity_rows / kBlockRows,
+                .saved_rows = plan.capacity_rows};
+    EXPECT_GT(bytes_with_context(p, resolve(p, all)), layer.nccl_torch_bytes * 9 / 10);
+  }
+}
+
+TEST(PipelinePlan, SmallPassesAndSplitModeKeepEveryRow) {
+  const Problem p = legal();
+  const Plan plan = resolve(p, {});
+  EXPECT_EQ(plan.backward_ring_blocks, worst_case_blocks(p));
+  EXPECT_EQ(plan.chunk_blocks, worst_case_blocks(p));
+  EXPECT_EQ(plan.saved_rows, plan.capacity_rows);
+  for (const MeasuredLayer& layer : measured_layers()) {
+    EXPECT_EQ(resolve(layer.problem, {.mode = ExecMode::split}).backward_ring_blocks,
+              worst_case_blocks(layer.problem));
+    EXPECT_EQ(resolve(layer.problem, {.save = SavePolicy::z_and_x}).saved_rows,
+              worst_case_blocks(layer.problem) * kBlockRows);
+    EXPECT_EQ(resolve(layer.problem, {.save = SavePolicy::none, .saved_rows = 256}).saved_rows, 0);
+  }
+}
+
+// Whatever else is asked for: what is chosen beside it is legal.
+TEST(PipelinePlan, ChosenRingAndChunkAreLegal) {
+  Problem p = measured_layers()[0].problem;
+  for (const std::int64_t shared : {0, 2048}) {
+    p.shared.intermediate = shared;
+    for (const std::int32_t chunk : {0, 1, 7, 300, 5000})
+      for (const std::int32_t lag : {1, 2, 9, 1000})
+        for (const std::int32_t minibatch : {1, 16, 400})
+          for (const std::int64_t ring : {0, 128, 650})
+            for (const std::int64_t capacity : {0, 128, 70'400}) {
+              const Plan plan{.minibatch_blocks = minibatch,
+                              .capacity_rows = capacity,
+                              .chunk_blocks = chunk,
+                              .lag_chunks = lag,
+                              .backward_ring_blocks = ring};
+              const std::string words = sentence(p, plan);
+              // Given rings may be too small for the rest, or larger than the capacity.
+              EXPECT_TRUE(words.empty() ||
+                          (ring != 0 && words.find("backward_ring_blocks") != std::string::npos) ||
+                          words.find("x_ring_blocks") != std::string::npos)
+                  << words;
+              if (ring == 0) EXPECT_EQ(words, "") << to_string(plan);
+            }
   }
 }
 

@@ -8,11 +8,20 @@
 
 namespace moxie::backend_cuda {
 
+// A warp's rows in slots that nobody held before may be copied from other such slots
+// (Pull::pulled). So before the first slot is used again every dispatching warp of the rank must
+// have left this round. Nobody waits in it for a slot's rows, so all of them come.
+struct FirstRound {
+  uint32_t num_warps;  // of the rank that dispatch
+  bool left;           // this warp has
+};
+
 // What the loop of dispatch/ calls its way.
 struct BackwardWay {
   const BackwardCommon& common;
   const BackwardRank& rank;
   BackwardState& state;
+  FirstRound& first_round;
 
   __device__ __forceinline__ const PullBack& pull() const { return state.pull; }
   __device__ __forceinline__ int32_t num_quarters() const { return pull().num_quarters(); }
@@ -61,6 +70,18 @@ __device__ __forceinline__ bool wait_staged(const BackwardWay& way, int32_t lane
   return dispatch::wait_staged(way.pull(), lane_idx, limits);
 }
 
+// The whole warp, after its last row of the round; further calls do nothing.
+__device__ __forceinline__ void leave_first_round(const BackwardWay& way, int32_t lane_idx) {
+  const pipeline::BlockTable& table = way.state.table;
+  if (way.first_round.left || table.num_blocks - way.state.ring_blocks <= table.shared_blocks)
+    return;
+  way.first_round.left = true;
+  __syncwarp();  // what the lanes read and wrote, to lane 0
+  // To who writes into slots that these rows were copied from.
+  if (lane_idx == 0)
+    device::add_release_gpu(way.state.counters + way.common.counters.first_round, 1);
+}
+
 // The whole warp. Before the chunk that holds the slot can be done, its vector gradients must be:
 // whoever waits for them helps.
 __device__ __forceinline__ bool wait_for_slot(const BackwardWay& way, const BackwardQuarter& q,
@@ -69,13 +90,21 @@ __device__ __forceinline__ bool wait_for_slot(const BackwardWay& way, const Back
   BackwardState& state = way.state;
   const int32_t holder = q.block - state.ring_blocks;
   if (holder < 0) return true;
+  bool healthy = true;
+  if (dispatch::is_used_slot(way.pull(), q)) {
+    leave_first_round(way, lane_idx);
+    // Signalled by every dispatching warp of this rank: it copies no more rows out of slots.
+    healthy = lane_idx != 0 ||
+              device::wait_counter(state.counters + way.common.counters.first_round,
+                                   way.first_round.num_warps, limits.counter, limits.what_slot, 0);
+  }
   const int64_t chunk = state.stream.chunks.chunk_of(BlockId{holder});
-  if (!sum_vectors(way.common, way.rank, state, chunk + 1)) return false;
+  if (!__all_sync(~0u, healthy) || !sum_vectors(way.common, way.rank, state, chunk + 1))
+    return false;
   // Signalled by dX, weight and vector gradients of the chunk that holds the slot.
-  const bool healthy =
-      lane_idx != 0 ||
-      device::wait_counter(state.counters + way.common.counters.trail_done + chunk,
-                           state.trail_of(chunk), limits.counter, limits.what_slot, chunk);
+  healthy = lane_idx != 0 ||
+            device::wait_counter(state.counters + way.common.counters.trail_done + chunk,
+                                 state.trail_of(chunk), limits.counter, limits.what_slot, chunk);
   return __all_sync(~0u, healthy);
 }
 
@@ -133,12 +162,12 @@ __device__ __forceinline__ void copy_rows(const BackwardWay& way, const Backward
   if (p.down_bias != nullptr) multiply_down_bias(p, q, to, lane_idx);
 }
 
-// Every lane, after every lane's rows: where they can be copied from now. (Only a ring that keeps
-// the whole pass has the table.)
+// Every lane, after every lane's rows: where they can be copied from now, if it is in the first
+// round.
 __device__ __forceinline__ void note_rows(const BackwardWay& way, const BackwardQuarter& q,
                                           int32_t lane_idx) {
   const PullBack& p = way.pull();
-  if (!q.is_remote || p.pulled == nullptr) return;
+  if (!q.is_remote || p.pulled == nullptr || dispatch::is_used_slot(p, q)) return;
   const int64_t row = way.state.slot_of(q.block) * pipeline::kBlockRows + q.begin + lane_idx;
   cuda::atomic_ref<uint64_t, cuda::thread_scope_device>(p.pulled[q.token])
       .store(uint64_t{p.epoch} << 32 | static_cast<uint32_t>(row), cuda::memory_order_release);
@@ -152,13 +181,16 @@ __device__ __forceinline__ void count_rows(const BackwardWay& way, const Backwar
 __device__ __forceinline__ void dispatch_rows(const BackwardCommon& common,
                                               const BackwardRank& rank, BackwardState& state,
                                               const DispatchTeam& team) {
-  const int32_t warp_idx = threadIdx.x / 32 - kFirstDispatchWarp;
+  const int32_t warp_idx = threadIdx.x / 32 - kFirstDispatchWarp,
+                num_warps = team.num_ctas * team.num_warps;
+  FirstRound first_round{static_cast<uint32_t>(num_warps), false};
+  const BackwardWay way{common, rank, state, first_round};
   dispatch::pull_rows(
-      BackwardWay{common, rank, state}, state.rows_slots[warp_idx], state.recorder,
-      team.warp_idx(state.cta), team.num_ctas * team.num_warps,
+      way, state.rows_slots[warp_idx], state.recorder, team.warp_idx(state.cta), num_warps,
       dispatch::MoveLimits{state.signal_limits, state.counter_limits, code(WaitFor::x_staged),
                            code(WaitFor::x_slot_free)},
       [&] { delay_of(common)(); }, [&] { stage_tokens(common, rank, state, StageUntil::done); });
+  leave_first_round(way, threadIdx.x % 32);
 }
 
 }  // namespace moxie::backend_cuda

@@ -167,7 +167,7 @@ void CudaPass::poison(std::int64_t rank, const void* x, cudaStream_t stream) con
     spoil(memory_.workspace(rank) + region.offset, region.num_bytes, stream);
   const CudaWorkspaceLayout cuda = cuda_workspace_layout(memory_.problem, memory_.plan);
   for (const pipeline::Region& region :
-       {cuda.sort_counts, cuda.result, cuda.step_pair, cuda.dy_bias, cuda.partial_tiles})
+       {cuda.sort_counts, cuda.result, cuda.step_pair, cuda.dy_bias})
     spoil(memory_.workspace(rank) + region.offset, region.num_bytes, stream);
 }
 

@@ -38,9 +38,8 @@ struct CudaWorkspaceLayout {
   pipeline::Region words;        // PassWords [2]: two banks, like the counters
   pipeline::Region step_pair;    // i64 [steps + 1] backward, clusters of two: pipeline/pairs.h
   pipeline::Region dy_bias;      // f32 [routed_blocks * 128] backward: dY . bd of each row
-  // f32 [wgrad tiles, 128 * 256] backward: running sums of the expert that spans several chunks, as
-  // the threads of a tile hold them
-  pipeline::Region partial_tiles;
+  pipeline::Region
+      partial_tiles;  // WorkspaceLayout::wgrad_partial, as the threads of a tile hold it
   std::int64_t num_bytes = 0;
 };
 struct ScheduleResult {
@@ -61,29 +60,23 @@ inline bool pulls_once(const Problem& p, const Plan& plan) {
          p.num_ranks * p.max_tokens <= INT32_MAX &&
          plan.x_ring_blocks >= plan.capacity_rows / pipeline::kBlockRows;
 }
-inline bool backward_pulls_once(const Problem& p, const Plan& plan) {
-  return p.num_ranks > 1 && p.num_ranks * p.max_tokens <= INT32_MAX &&
-         plan.backward_ring_blocks >= pipeline::extents(p, plan).blocks;
-}
-inline std::int64_t partial_tiles_bytes(const Problem& p, const Plan& plan) {
-  const pipeline::Extents e = pipeline::extents(p, plan);
-  const pipeline::WgradTiles tiles{p.hidden, e.wide_intermediate};
-  return pipeline::experts_can_span_chunks(e, plan)
-             ? tiles.size() * pipeline::kWgradTileRows * pipeline::kWgradTileCols * 4
-             : 0;
+// In the backward, as long as slots are used for the first time.
+inline bool backward_pulls_once(const Problem& p) {
+  return p.num_ranks > 1 && p.num_ranks * p.max_tokens <= INT32_MAX;
 }
 inline CudaWorkspaceLayout cuda_workspace_layout(const Problem& p, const Plan& plan) {
+  const pipeline::WorkspaceLayout common = pipeline::workspace_layout(p, plan);
   pipeline::RegionPacker pack;
-  pack.rewind(align_up(pipeline::workspace_layout(p, plan).num_bytes, pipeline::kRegionAlign));
+  pack.rewind(align_up(common.num_bytes, pipeline::kRegionAlign));
   CudaWorkspaceLayout l;
   l.sort_counts = pack.take(schedule::kMaxSortCtas * p.num_experts * 4);
   l.result = pack.take(sizeof(ScheduleResult));
-  const bool once = pulls_once(p, plan) || backward_pulls_once(p, plan);
+  const bool once = pulls_once(p, plan) || backward_pulls_once(p);
   l.pulled = pack.take(once ? p.num_ranks * p.max_tokens * 8 : 0);
   l.words = pack.take(2 * sizeof(PassWords));
   l.step_pair = pack.take((2 * pipeline::extents(p, plan).chunks + plan.lag_chunks + 2) * 8);
   l.dy_bias = pack.take(p.expert_bias ? plan.capacity_rows * 4 : 0);
-  l.partial_tiles = pack.take(partial_tiles_bytes(p, plan));
+  l.partial_tiles = common.wgrad_partial;
   l.num_bytes = pack.end();
   return l;
 }

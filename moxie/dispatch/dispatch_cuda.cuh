@@ -35,8 +35,8 @@ struct Pull {
   const uint64_t* x_staged;      // [R] when the heap of another rank can be read: this word or more
   uint64_t staged_word;
   // [R, T_max] (epoch, row of the ring) of a token of another rank that lies here already: it
-  // crosses the link once, the rows for other experts are copied from there. An older pass's word
-  // says nothing. Null: the ring does not keep all rows of the pass.
+  // crosses the link once, the rows for other experts are copied from there; only rows in slots
+  // that nobody held before. An older pass's word says nothing. Null: each row is pulled.
   uint64_t* pulled;
   int64_t max_tokens;
   uint32_t epoch;
@@ -144,6 +144,11 @@ struct Quarter {
   const uint4* source;  // of row lane, or null
 };
 
+// An earlier block of this pass lies where the quarter goes.
+__device__ __forceinline__ bool is_used_slot(const Pull& p, const Quarter& q) {
+  return q.block - p.x_ring_blocks >= p.table->shared_blocks;
+}
+
 // Row lane, of another rank: from where it was pulled to for another expert, if it was.
 __device__ __forceinline__ void find_pulled(const Pull& p, const RowsSlot& slot, int32_t lane_idx,
                                             Quarter& q) {
@@ -169,7 +174,8 @@ __device__ __forceinline__ Quarter take(const Pull& p, const RowsSlot& slot, int
         p.table->routed_idx(BlockId{q.block}) * pipeline::kBlockRows + q.begin + lane_idx;
     p.origins[row] = {slot.rank[lane_idx], slot.route[lane_idx], slot.weight[lane_idx]};
     q.source = source_of(p, slot.rank[lane_idx], slot.route[lane_idx]);
-    if (q.is_remote && p.pulled != nullptr) find_pulled(p, slot, lane_idx, q);
+    if (q.is_remote && p.pulled != nullptr && !is_used_slot(p, q))
+      find_pulled(p, slot, lane_idx, q);
   }
   __syncwarp();  // all have read the slot
   return q;
@@ -188,10 +194,6 @@ __device__ __forceinline__ bool wait_staged(const Pull& p, int32_t lane_idx,
   return __all_sync(~0u, healthy);  // and what these lanes acquired, to all
 }
 
-// An earlier block of this pass lies where the quarter goes.
-__device__ __forceinline__ bool is_used_slot(const Pull& p, const Quarter& q) {
-  return q.block - p.x_ring_blocks >= p.table->shared_blocks;
-}
 // One lane. False: gave up.
 __device__ __forceinline__ bool wait_slot(const Pull& p, const Quarter& q,
                                           const MoveLimits& limits) {

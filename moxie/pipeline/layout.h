@@ -151,8 +151,8 @@ struct WorkspaceLayout {
   Region dup_ring;       // dtype [ring * 128, max(I, I_s)]
   Region wa_ring;        // dtype [ring * 128, max(I, I_s)]   w * A, remade
   Region dw_partial;     // f32 [ring * 128, FC1 tiles]  row sums of dA' . A per column tile
-  Region wgrad_partial;  // f32 [3 * H * max(I, I_s)]    running sums of the one expert that spans
-                         // several chunks, where one can
+  Region wgrad_partial;  // f32 [wgrad tiles, 128 * 256]  running sums of the one expert that spans
+                         // several chunks, where one can; in whole tiles, as the GPU keeps them
   std::int64_t num_bytes = 0;
 };
 
@@ -163,6 +163,7 @@ struct CounterLayout {
   std::int64_t ticket, tasks_done, dispatch_unit, merge_unit, merge_done, closed;
   std::int64_t phase;         // split mode: [kMaxPhases] workers that finished a phase
   std::int64_t combine_unit;  // if communication workers combine: next unit
+  std::int64_t first_round;   // backward on the GPU: warps without further rows for unused slots
   std::int64_t slab_done;     // [kMaxSlabs] FC2 (backward: dX) tiles of the slab, or combine units
   std::int64_t shared_done;   // shared FC2 (backward: dX) tiles
   std::int64_t x_ready;       // [groups] rows of the minibatch
@@ -194,6 +195,7 @@ MOXIE_HD constexpr CounterLayout counter_layout(const Extents& e) {
   c.closed = take(1);
   c.phase = take(kMaxPhases);
   c.combine_unit = take(1);
+  c.first_round = take(1);
   c.slab_done = take(kMaxSlabs);
   c.shared_done = take(1);
   c.x_ready = take(e.blocks);
@@ -250,8 +252,10 @@ MOXIE_HD constexpr WorkspaceLayout workspace_layout(const Problem& p, const Plan
   l.dup_ring = pack.take(ring_rows * e.wide_intermediate * elem);
   l.wa_ring = pack.take(ring_rows * e.wide_intermediate * elem);
   l.dw_partial = pack.take(ring_rows * num_fc1_tiles(e.wide_intermediate) * 4);
-  l.wgrad_partial =
-      pack.take(experts_can_span_chunks(e, plan) ? 3 * p.hidden * e.wide_intermediate * 4 : 0);
+  const std::int64_t wgrad_tiles = 2 * num_wgrad_tiles(e.wide_intermediate, p.hidden) +
+                                   num_wgrad_tiles(p.hidden, e.wide_intermediate);
+  l.wgrad_partial = pack.take(
+      experts_can_span_chunks(e, plan) ? wgrad_tiles * kWgradTileRows * kWgradTileCols * 4 : 0);
   l.num_bytes = max64(forward_end, pack.end());
   return l;
 }

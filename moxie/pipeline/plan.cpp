@@ -79,21 +79,78 @@ std::int64_t worst_case_blocks(const Problem& p) {
   return partial + (rows - partial) / kBlockRows;
 }
 
+std::int64_t expected_rows(const Problem& p) {
+  return ceil_div(p.num_ranks * p.max_tokens * p.top_k, p.num_experts) *
+         ceil_div(p.num_experts, p.num_ranks);
+}
+std::int64_t expected_blocks(const Problem& p) {  // half of an expert's last block is empty
+  return ceil_div(expected_rows(p), kBlockRows) + ceil_div(ceil_div(p.num_experts, p.num_ranks), 2);
+}
+
+// Blocks of which no memory is saved: less is not worth a wait or a product.
+static constexpr std::int64_t kFewSlots = 128;
+
+std::int64_t chosen_saved_rows(const Problem& problem, const Plan& plan) {
+  if (plan.save == SavePolicy::none) return 0;
+  if (plan.save == SavePolicy::z_and_x) return plan.capacity_rows;
+  const std::int64_t blocks = expected_blocks(problem);
+  return std::min(
+      plan.capacity_rows,
+      std::max(kFewSlots, blocks + expected_rows(problem) / kBlockRows / 16) * kBlockRows);
+}
+
+// Slots whose rings lie in the bytes of the forward's.
+static std::int64_t slots_beside_forward(const Problem& problem, Plan plan) {
+  constexpr std::int64_t kManySlots = 1024;
+  // What is not legal is judged later.
+  plan.capacity_rows =
+      std::clamp(plan.capacity_rows, kBlockRows, worst_case_blocks(problem) * kBlockRows);
+  const std::int64_t routed = plan.capacity_rows / kBlockRows;
+  plan.x_ring_blocks = std::clamp<std::int64_t>(plan.x_ring_blocks, 1, routed);
+  plan.hidden_ring_blocks = std::clamp<std::int64_t>(plan.hidden_ring_blocks, 1, routed);
+  plan.backward_ring_blocks = 0;
+  const WorkspaceLayout forward = workspace_layout(problem, plan);
+  plan.backward_ring_blocks = kManySlots;
+  const WorkspaceLayout many = workspace_layout(problem, plan);
+  const std::int64_t slot = (many.wgrad_partial.offset - many.dy_ring.offset) / kManySlots,
+                     bytes = forward.num_bytes - forward.dy_ring.offset -
+                             forward.wgrad_partial.num_bytes - kRegionAlign;
+  return std::max<std::int64_t>(bytes, 0) / slot;
+}
+
+std::int64_t chosen_backward_ring(const Problem& problem, const Plan& plan) {
+  const std::int64_t blocks = all_blocks(problem, plan);
+  if (plan.mode == ExecMode::split) return blocks;
+  const std::int64_t expected =
+      expected_blocks(problem) + (blocks - plan.capacity_rows / kBlockRows);
+  const std::int64_t legal = min_backward_ring_blocks(std::max(plan.chunk_blocks, 1),
+                                                      plan.lag_chunks, plan.minibatch_blocks);
+  return std::min(
+      blocks, std::max({kFewSlots, legal, expected * 7 / 8, slots_beside_forward(problem, plan)}));
+}
+
+// Blocks of a chunk where the ring is smaller than the work.
+static std::int32_t chosen_chunk(const Plan& p) {
+  const std::int64_t chunks = std::max<std::int64_t>(std::int64_t{p.lag_chunks} + 1, 1),
+                     most = (p.backward_ring_blocks - p.minibatch_blocks + 1) / chunks;
+  return static_cast<std::int32_t>(std::clamp<std::int64_t>(
+      std::min(p.backward_ring_blocks / (2 * chunks), most), 1, kMaxChunkBlocks));
+}
+
 Plan resolve(const Problem& problem, const Plan& plan) {
   Plan p = plan;
   if (p.capacity_rows == 0) p.capacity_rows = worst_case_blocks(problem) * kBlockRows;
-  if (p.saved_rows < 0 || p.save == SavePolicy::none)
-    p.saved_rows = p.save == SavePolicy::none ? 0 : p.capacity_rows;
+  if (p.saved_rows < 0 || p.save == SavePolicy::none) p.saved_rows = chosen_saved_rows(problem, p);
   const std::int64_t routed = p.capacity_rows / kBlockRows;
   if (p.x_ring_blocks == 0) p.x_ring_blocks = routed;
   if (p.hidden_ring_blocks == 0) p.hidden_ring_blocks = routed;
   const std::int64_t blocks = all_blocks(problem, p);
-  if (p.backward_ring_blocks == 0) p.backward_ring_blocks = blocks;
+  if (p.backward_ring_blocks == 0) p.backward_ring_blocks = chosen_backward_ring(problem, p);
   if (p.chunk_blocks == 0) {
     p.chunk_blocks = p.backward_ring_blocks >= blocks
                          ? static_cast<std::int32_t>(std::clamp<std::int64_t>(
                                std::max(routed, blocks - routed), 1, kMaxChunkBlocks))
-                         : kDefaultChunkBlocks;
+                         : chosen_chunk(p);
   }
   p.num_slabs =
       static_cast<std::int32_t>(std::min<std::int64_t>(p.num_slabs, num_fc2_tiles(problem.hidden)));

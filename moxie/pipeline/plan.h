@@ -52,12 +52,12 @@ struct Plan {
   std::int64_t x_ring_blocks = 0;       // slots for pulled rows; 0: all the capacity
   std::int64_t hidden_ring_blocks = 0;  // slots for hidden rows; 0: all the capacity
   // Backward: blocks of one expert handed to wgrad at a time; 0: whole experts where the ring holds
-  // every block, else kDefaultChunkBlocks.
+  // every block, else what leaves half of the ring to chunks whose rows are still coming.
   std::int32_t chunk_blocks = 0;
   std::int32_t lag_chunks = 1;  // backward: chunks by which dgrad runs ahead of dX and wgrad
-  std::int64_t backward_ring_blocks = 0;  // backward slots; 0: all the capacity
+  std::int64_t backward_ring_blocks = 0;  // backward slots; 0: chosen (chosen_backward_ring)
   SavePolicy save = SavePolicy::z;
-  std::int64_t saved_rows = -1;  // -1: all the capacity; whole blocks are saved
+  std::int64_t saved_rows = -1;  // whole blocks are saved; -1: chosen (chosen_saved_rows)
   // Per rank. CPU: communication threads, 0 means one. CUDA: CTAs that dispatch with all their
   // warps and then multiply with the others (if communication workers combine: never multiply); 0:
   // none, the spare warps of every CTA do it.
@@ -83,7 +83,7 @@ struct PlanSource {
 namespace pipeline {
 
 inline constexpr std::int64_t kMaxPassBlocks = 1 << 24;  // shared and routed
-inline constexpr std::int32_t kDefaultChunkBlocks = 8, kMaxChunkBlocks = 1 << 20;
+inline constexpr std::int32_t kMaxChunkBlocks = 1 << 20;
 
 // The plan of a Layer made without one where nothing better is known. On H200
 // (docs/decisions/005-power-and-the-pass.md) one launch was faster than split mode at 16, 64 and
@@ -94,6 +94,20 @@ Plan default_plan(const Problem& problem);
 // The most padded blocks of routed rows a rank can receive: every route of every rank to its
 // experts, each expert ending in a block of its own. Worst case, hence "proven".
 std::int64_t worst_case_blocks(const Problem& problem);
+
+// Routed rows, and blocks of them, of the widest rank if all experts get equally many.
+std::int64_t expected_rows(const Problem& problem);
+std::int64_t expected_blocks(const Problem& problem);
+
+// The capacity is proven, so it is a multiple of what a pass has; memory for all of it is not
+// needed to be fast. Slots of the backward: seven eighths of the expected blocks - the first
+// experts' are free again when the last ones' rows come - or as many as lie in what the forward
+// needs anyway. A pass with more rows than expected waits for slots. Expects a plan that is
+// resolved but for this and chunk_blocks.
+std::int64_t chosen_backward_ring(const Problem& problem, const Plan& plan);
+// SavePolicy::z: the expected rows and a sixteenth more; z of rows beyond is made again. z_and_x:
+// all of the capacity, because the ring for x is only left out then.
+std::int64_t chosen_saved_rows(const Problem& problem, const Plan& plan);
 
 // Replaces every "0: choose" or "0: all" by its number. Split mode gets full-size rings.
 Plan resolve(const Problem& problem, const Plan& plan);

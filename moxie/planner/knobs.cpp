@@ -23,8 +23,9 @@ constexpr std::int32_t kBands[] = {8, 4, 16};
 constexpr std::int32_t kMinibatches[] = {1, 2, 4, 16};
 constexpr std::int32_t kCommWorkers[] = {0, 4, 8, 16, 32};
 constexpr std::int32_t kSaves[] = {1, 0, 2};           // SavePolicy
-constexpr std::int32_t kChunks[] = {0, 8, 4, 16, 32};  // 0: whole experts
+constexpr std::int32_t kChunks[] = {0, 8, 4, 16, 32};  // 0: whole experts, or by the ring
 constexpr std::int32_t kLagChunks[] = {1, 2};
+constexpr std::int32_t kBackwardRings[] = {0, 1, 2, 4};  // default, all, 1 / n of the expected
 
 constexpr std::array<Values, kNumKnobs> kKnobs = {{
     {"mode", kTwo},
@@ -40,7 +41,7 @@ constexpr std::array<Values, kNumKnobs> kKnobs = {{
     {"save", kSaves},
     {"chunk_blocks", kChunks},
     {"lag_chunks", kLagChunks},
-    {"backward_ring_blocks", kTwo},
+    {"backward_ring_blocks", kBackwardRings},
 }};
 
 std::int32_t value(const KnobSet& set, Knob k) {
@@ -66,8 +67,12 @@ std::string value_name(Knob knob, std::int32_t index) {
     case Knob::comm_workers: return v == 0 ? "spare warps" : std::to_string(v);
     case Knob::capacity: return v == 0 ? "worst case" : "twice the expected";
     case Knob::x_ring:
-    case Knob::hidden_ring:
-    case Knob::backward_ring: return v == 0 ? "all" : "small";
+    case Knob::hidden_ring: return v == 0 ? "all" : "small";
+    case Knob::backward_ring:
+      return v == 0   ? "as by default"
+             : v == 1 ? "all"
+                      : fmt::format("1/{} of the expected blocks", v);
+    case Knob::chunk: return v == 0 ? "whole experts, or by the ring" : std::to_string(v);
     default: return std::to_string(v);
   }
 }
@@ -106,7 +111,6 @@ std::optional<Plan> build(const Problem& problem, const KnobSet& knobs, Passes p
   const bool split = p.mode == ExecMode::split;
   // Said already by another combination.
   if (passes == Passes::forward && at(knobs, Knob::save) != 0) return {};
-  if (p.chunk_blocks == 0 && value(knobs, Knob::backward_ring) == 1) return {};
   if (split && (order != 4 || p.comm_workers != 0 || p.minibatch_blocks != 1)) return {};
   if (p.comm_workers >= num_sms / 2) return {};
   if (order > pipeline::num_fc2_tiles(problem.hidden)) return {};
@@ -118,7 +122,8 @@ std::optional<Plan> build(const Problem& problem, const KnobSet& knobs, Passes p
     p.capacity_rows = twice * kBlockRows;
   }
   const Plan all = pipeline::resolve(problem, p);
-  const std::int64_t routed = all.capacity_rows / kBlockRows, blocks = all.backward_ring_blocks;
+  const std::int64_t routed = all.capacity_rows / kBlockRows,
+                     blocks = pipeline::extents(problem, all).blocks;
   const auto ring = [&](Knob knob, std::int64_t least, std::int64_t most, std::int64_t& field) {
     if (value(knobs, knob) == 0) return true;
     field = least;
@@ -130,16 +135,17 @@ std::optional<Plan> build(const Problem& problem, const KnobSet& knobs, Passes p
            routed, p.x_ring_blocks) &&
       ring(Knob::hidden_ring,
            p.order == TaskOrder::slabs ? routed : (p.lag_bands + 2) * p.band_blocks, routed,
-           p.hidden_ring_blocks) &&
-      ring(Knob::backward_ring,
-           pipeline::min_backward_ring_blocks(p.chunk_blocks, p.lag_chunks, p.minibatch_blocks) +
-               p.chunk_blocks,
-           blocks, p.backward_ring_blocks);
+           p.hidden_ring_blocks);
   if (!useful) return {};
-  if (p.save != SavePolicy::none) {
-    p.saved_rows =
-        min64(all.capacity_rows,
-              align_up(expected_rows + expected_rows / 4, kBlockRows) + experts * kBlockRows);
+  if (const std::int32_t slots = value(knobs, Knob::backward_ring); slots == 1) {
+    if (split || all.backward_ring_blocks >= blocks) return {};
+    p.backward_ring_blocks = blocks;
+  } else if (slots > 1) {
+    const std::int64_t expected = ceil_div(expected_rows, kBlockRows) + experts / 2;
+    p.backward_ring_blocks =
+        max64(expected / slots, pipeline::min_backward_ring_blocks(
+                                    max64(p.chunk_blocks, 1), p.lag_chunks, p.minibatch_blocks));
+    if (split || p.backward_ring_blocks >= all.backward_ring_blocks) return {};
   }
   p = pipeline::resolve(problem, p);
   try {

@@ -20,13 +20,13 @@ enum class Knob : std::int32_t {
   dispatch,      // pull, push
   combine,       // epilogue, communication workers
   comm_workers,  // CTAs that only communicate; 0: spare warps
-  capacity,      // worst case, twice the expected rows
+  capacity,      // worst case, twice the expected rows; saved rows are those of the default plan
   x_ring,        // all, a few bands
   hidden_ring,   // all, as few as the order allows and a band more
   save,          // z, nothing, z and x
-  chunk,         // blocks
+  chunk,         // whole experts or by the ring, blocks
   lag_chunks,
-  backward_ring,  // all, as few as allowed and a chunk more
+  backward_ring,  // the default plan's, all, half and a quarter of the expected blocks
 };
 inline constexpr std::size_t kNumKnobs = 14;
 
@@ -41,7 +41,7 @@ std::string value_name(Knob knob, std::int32_t value);
 bool touches(Knob knob, Direction direction);
 
 // Empty when the combination is not legal (pipeline::check) or says the same as another one.
-// `expected_rows`: of the busiest rank, what capacity and saved rows are sized by.
+// `expected_rows`: of the busiest rank, what capacity and backward ring are sized by.
 std::optional<Plan> build(const Problem& problem, const KnobSet& knobs, Passes passes,
                           std::int64_t expected_rows, std::int64_t num_sms);
 

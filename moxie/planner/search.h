@@ -183,7 +183,8 @@ class Search {
     }
     // Knobs whose effect the closed form knows; the others are left to the one-knob changes.
     const Knob knob = static_cast<Knob>(k);
-    const bool coarse = knob == Knob::band || knob == Knob::minibatch || knob == Knob::lag_chunks;
+    const bool coarse = knob == Knob::band || knob == Knob::minibatch || knob == Knob::lag_chunks ||
+                        (knob == Knob::chunk && !passes_backward());
     for (std::int32_t v = 0; v < (coarse ? 1 : num_values(knob)); ++v) {
       knobs[k] = v;
       enumerate(k + 1, knobs, all);

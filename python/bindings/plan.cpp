@@ -107,9 +107,11 @@ void bind_plan(nb::module_& m) {
       .def_rw("chunk_blocks", &Plan::chunk_blocks, "backward: blocks handed to wgrad at a time")
       .def_rw("lag_chunks", &Plan::lag_chunks,
               "backward: chunks by which dgrad runs ahead of dX and wgrad")
-      .def_rw("backward_ring_blocks", &Plan::backward_ring_blocks, "backward slots; 0: all")
+      .def_rw("backward_ring_blocks", &Plan::backward_ring_blocks,
+              "backward slots; 0: most of the expected rows")
       .def_rw("save", &Plan::save)
-      .def_rw("saved_rows", &Plan::saved_rows, "-1: all; whole blocks are saved")
+      .def_rw("saved_rows", &Plan::saved_rows,
+              "whole blocks are saved; -1: somewhat more than expected, z_and_x: all")
       .def_rw("comm_workers", &Plan::comm_workers,
               "per rank. CPU: threads, 0 means one. CUDA: CTAs, 0: the spare warps of all")
       .def_rw("compute_workers", &Plan::compute_workers, "per rank, >= 1 (CPU)")

@@ -433,7 +433,7 @@ class Plan:
 
     @property
     def backward_ring_blocks(self) -> int:
-        """backward slots; 0: all"""
+        """backward slots; 0: most of the expected rows"""
 
     @backward_ring_blocks.setter
     def backward_ring_blocks(self, arg: int, /) -> None: ...
@@ -446,7 +446,7 @@ class Plan:
 
     @property
     def saved_rows(self) -> int:
-        """-1: all; whole blocks are saved"""
+        """whole blocks are saved; -1: somewhat more than expected, z_and_x: all"""
 
     @saved_rows.setter
     def saved_rows(self, arg: int, /) -> None: ...

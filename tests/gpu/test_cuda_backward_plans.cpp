@@ -17,15 +17,14 @@ struct Chunking {
 };
 
 // The smallest ring that check() accepts, one more, and all blocks. chunk_blocks 0: whole experts,
-// or what resolve() makes of it where the ring is smaller.
+// or 8 blocks where the ring is smaller.
 std::vector<Plan> with_rings(const Problem& problem, const Chunking& chunking) {
   Plan plan;
   plan.chunk_blocks = chunking.chunk_blocks;
   plan.lag_chunks = chunking.lag_chunks;
   plan.minibatch_blocks = chunking.minibatch_blocks;
   const std::int64_t blocks = pipeline::resolve(problem, plan).backward_ring_blocks;
-  const std::int32_t cut =
-      plan.chunk_blocks != 0 ? plan.chunk_blocks : pipeline::kDefaultChunkBlocks;
+  const std::int32_t cut = plan.chunk_blocks != 0 ? plan.chunk_blocks : 8;
   const std::int64_t smallest = std::min(
       blocks, pipeline::min_backward_ring_blocks(cut, plan.lag_chunks, plan.minibatch_blocks));
   std::vector<Plan> plans;
