@@ -186,7 +186,7 @@ void add_plan_options(CLI::App& app, Plan& p) {
       app, "--chunk", p.chunk_blocks, kInt32,
       "backward: blocks handed to wgrad at a time, 0: whole experts, or by the ring [0]"));
   group(add_integer(app, "--lag-chunks", p.lag_chunks, kInt32,
-                    "backward: chunks dgrad runs ahead [1]"));
+                    "backward: chunks dgrad runs ahead, 0: enough of them [0]"));
   group(add_integer(app, "--backward-ring", p.backward_ring_blocks, Range{},
                     "backward slots, 0: most of the expected rows [0]"));
   group(add_choice(app, "--save", p.save, kSaves, "what forward keeps for backward [z]"));

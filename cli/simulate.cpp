@@ -51,7 +51,7 @@ void add_plan_options(CLI::App& app, SimulateOptions& o) {
   group(add_integer(app, "--hidden-ring", p.hidden_ring_blocks, Range{}, "0: all [0]"));
   group(add_integer(app, "--chunk", p.chunk_blocks, kInt32,
                     "backward: blocks per chunk [0: whole experts, or by the ring]"));
-  group(add_integer(app, "--lag-chunks", p.lag_chunks, kInt32, "[1]"));
+  group(add_integer(app, "--lag-chunks", p.lag_chunks, kInt32, "0: enough of them [0]"));
   group(add_integer(app, "--backward-ring", p.backward_ring_blocks, Range{},
                     "0: most of the expected rows [0]"));
   group(add_choice(app, "--save", p.save, kSaves, "what forward keeps for backward [z]"));

@@ -27,6 +27,7 @@ Problem plan_problem(DType dtype) {
 // Rings of `extra` blocks above the minimum of the other options.
 Plan with_rings(const Problem& problem, Plan plan, std::int64_t extra) {
   if (plan.chunk_blocks == 0) plan.chunk_blocks = 8;
+  if (plan.lag_chunks == 0) plan.lag_chunks = 1;
   const std::int64_t blocks = pipeline::worst_case_blocks(problem);
   const std::int64_t shared_blocks = pipeline::num_blocks(problem.max_tokens);
   plan.x_ring_blocks = std::min(

@@ -183,6 +183,29 @@ TEST(PipelinePlan, SmallPassesAndSplitModeKeepEveryRow) {
 }
 
 // Whatever else is asked for: what is chosen beside it is legal.
+TEST(PipelinePlan, DgradRunsAheadByEnoughTilesOfSmallExperts) {
+  const auto lag = [](std::int64_t ranks, std::int64_t hidden, std::int64_t intermediate,
+                      std::int64_t experts, Plan plan = {}) {
+    const Problem p{.num_ranks = ranks,
+                    .max_tokens = 16384,
+                    .hidden = hidden,
+                    .intermediate = intermediate,
+                    .num_experts = experts,
+                    .top_k = 8};
+    const Plan full = resolve(p, plan);
+    check(p, full);
+    return full.lag_chunks;
+  };
+  EXPECT_EQ(lag(2, 7168, 2048, 12), 1);  // thousands of tiles in a chunk
+  EXPECT_EQ(lag(2, 2048, 768, 128), 2);  // 320
+  EXPECT_EQ(lag(1, 2048, 768, 128), 3);  // 232
+  EXPECT_EQ(lag(1, 64, 64, 1024), 4);    // 5: more chunks are not worth their slots
+  EXPECT_EQ(lag(2, 7168, 2048, 12, {.chunk_blocks = 1}), 1);
+  EXPECT_EQ(lag(1, 64, 64, 1024, {.lag_chunks = 2}), 2);                                // as told
+  EXPECT_EQ(lag(1, 64, 64, 1024, {.chunk_blocks = 4, .backward_ring_blocks = 12}), 2);  // as fits
+  EXPECT_EQ(lag(1, 64, 64, 1024, {.chunk_blocks = 4, .backward_ring_blocks = 8}), 1);
+}
+
 TEST(PipelinePlan, ChosenRingAndChunkAreLegal) {
   Problem p = measured_layers()[0].problem;
   for (const std::int64_t shared : {0, 2048}) {

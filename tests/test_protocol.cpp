@@ -23,6 +23,8 @@ struct Scene {
 };
 
 Plan tight(Plan plan, const Problem& p) {
+  plan.chunk_blocks = std::max(plan.chunk_blocks, 1);
+  plan.lag_chunks = std::max(plan.lag_chunks, 1);
   const std::int64_t blocks = pipeline::worst_case_blocks(p);
   const std::int64_t all =
       blocks + (p.shared.intermediate > 0 ? pipeline::num_blocks(p.max_tokens) : 0);

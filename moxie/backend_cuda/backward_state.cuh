@@ -40,8 +40,8 @@ struct BackwardState : PassState {
   uint32_t num_units;         // of them in all
   int32_t ring_blocks;
   int32_t ready_chunk;  // the loading lane's: whose dgrad it has seen complete last
-  bool skips_empty;   // gradients are added: experts without rows have nothing to write
-  bool counts_trail;  // somebody waits for dX and weight gradients: slots or sums are used again
+  bool skips_empty;     // gradients are added: experts without rows have nothing to write
+  bool counts_trail;    // somebody waits for dX and weight gradients: slots or sums are used again
 
   __device__ __forceinline__ int32_t slot_of(int32_t block) const { return block % ring_blocks; }
   // trail_done of a chunk when its slots are free and its sums complete.

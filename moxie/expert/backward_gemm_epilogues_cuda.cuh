@@ -24,12 +24,14 @@ struct ActivationBackward {
     float of_row[2];  // this thread's part of rowsum(dA' . A)
   };
 
-  // 64 columns of a tile, 16 rows, whose sums are the first 32: dgate, dup and wA take the places of
-  // gate, up and A. This lane's part is then visible to copies that store them, and to those that load the
-  // stage's next contents.
-  static __device__ __forceinline__ void convert_piece(
-      const Activation& activation, const float (&acc)[128], const float (&weights)[2], Sums& sums,
-      uint8_t* gate_piece, uint8_t* up_piece, uint8_t* wa_piece, int32_t lane_idx) {
+  // 64 columns of a tile, 16 rows, whose sums are the first 32: dgate, dup and wA take the places
+  // of gate, up and A. This lane's part is then visible to copies that store them, and to those
+  // that load the stage's next contents.
+  static __device__ __forceinline__ void convert_piece(const Activation& activation,
+                                                       const float (&acc)[128],
+                                                       const float (&weights)[2], Sums& sums,
+                                                       uint8_t* gate_piece, uint8_t* up_piece,
+                                                       uint8_t* wa_piece, int32_t lane_idx) {
     const int32_t piece_row = lane_idx % 16;
 #pragma unroll
     for (int32_t j = 0; j < 8; j += 2) {
@@ -160,8 +162,8 @@ struct DgradEpilogue {
       uint8_t* gate_piece = reinterpret_cast<uint8_t*>(stage_b + warp.warp_row * 64);
       uint8_t* up_piece = gate_piece + BLOCK_M * 128;
       uint8_t* wa_piece = reinterpret_cast<uint8_t*>(stage_a + warp.warp_row * 64);
-      Backward::convert_piece(activation, acc, prepared.weight, sums, gate_piece, up_piece, wa_piece,
-                              warp.lane_idx);
+      Backward::convert_piece(activation, acc, prepared.weight, sums, gate_piece, up_piece,
+                              wa_piece, warp.lane_idx);
       const auto store = [&](const GemmOutput& out, const uint8_t* from) {
         const int32_t row = tile.row_begin + warp.warp_row,
                       column = tile.n_tile * BLOCK_N + piece * 64;

@@ -129,6 +129,31 @@ std::int64_t chosen_backward_ring(const Problem& problem, const Plan& plan) {
       blocks, std::max({kFewSlots, legal, expected * 7 / 8, slots_beside_forward(problem, plan)}));
 }
 
+// dX of a chunk must come so many tiles after the chunk's first dgrad tile, or it waits for the
+// last one: about five waves of an H200. qwen3 with 128 experts per rank, 237 tiles a chunk: lag 1
+// took 5.30 ms, 2 4.74, 3 4.65, 4 4.64 (docs/decisions/010-instruction-cache.md). More than
+// kMostLagChunks small chunks are not worth their slots.
+static constexpr std::int64_t kLagTiles = 640, kMostLagChunks = 4;
+
+// Expects capacity_rows; a chunk or a ring that is not chosen yet is no limit.
+static std::int32_t chosen_lag(const Problem& problem, const Plan& plan) {
+  std::int64_t blocks =
+      ceil_div(ceil_div(expected_rows(problem), ceil_div(problem.num_experts, problem.num_ranks)),
+               kBlockRows);
+  if (plan.chunk_blocks > 0) blocks = std::min<std::int64_t>(blocks, plan.chunk_blocks);
+  const std::int64_t row_tiles =
+      ceil_div(problem.intermediate, kWideDgradTileCols) + num_fc2_tiles(problem.hidden);
+  const std::int64_t tiles =
+      blocks * row_tiles + 3 * num_wgrad_tiles(problem.intermediate, problem.hidden);
+  std::int64_t lag =
+      std::min(ceil_div(kLagTiles, std::max<std::int64_t>(tiles, 1)), kMostLagChunks);
+  if (plan.backward_ring_blocks > 0) {
+    const std::int64_t chunk = std::max(plan.chunk_blocks, 1);
+    lag = std::min(lag, (plan.backward_ring_blocks - plan.minibatch_blocks + 1) / chunk - 1);
+  }
+  return static_cast<std::int32_t>(std::max<std::int64_t>(lag, 1));
+}
+
 // Blocks of a chunk where the ring is smaller than the work.
 static std::int32_t chosen_chunk(const Plan& p) {
   const std::int64_t chunks = std::max<std::int64_t>(std::int64_t{p.lag_chunks} + 1, 1),
@@ -145,6 +170,7 @@ Plan resolve(const Problem& problem, const Plan& plan) {
   if (p.x_ring_blocks == 0) p.x_ring_blocks = routed;
   if (p.hidden_ring_blocks == 0) p.hidden_ring_blocks = routed;
   const std::int64_t blocks = all_blocks(problem, p);
+  if (p.lag_chunks == 0) p.lag_chunks = chosen_lag(problem, p);
   if (p.backward_ring_blocks == 0) p.backward_ring_blocks = chosen_backward_ring(problem, p);
   if (p.chunk_blocks == 0) {
     p.chunk_blocks = p.backward_ring_blocks >= blocks

@@ -54,7 +54,8 @@ struct Plan {
   // Backward: blocks of one expert handed to wgrad at a time; 0: whole experts where the ring holds
   // every block, else what leaves half of the ring to chunks whose rows are still coming.
   std::int32_t chunk_blocks = 0;
-  std::int32_t lag_chunks = 1;  // backward: chunks by which dgrad runs ahead of dX and wgrad
+  // Backward: chunks by which dgrad runs ahead of dX and wgrad; 0: enough of them.
+  std::int32_t lag_chunks = 0;
   std::int64_t backward_ring_blocks = 0;  // backward slots; 0: chosen (chosen_backward_ring)
   SavePolicy save = SavePolicy::z;
   std::int64_t saved_rows = -1;  // whole blocks are saved; -1: chosen (chosen_saved_rows)

@@ -477,7 +477,8 @@ TEST(CudaBackwardMisuse, limits_of_the_backward_are_told_with_the_context) {
                     {"problem.intermediate", "65536", "65472"});
   Problem p = bf16_problem(1, 1, 1, 64, 64);
   p.max_tokens = 8192 * 128;
-  expect_no_context(p, {}, ErrorCode::invalid_plan, {"plan.chunk_blocks", "8192", "8191"});
+  expect_no_context(p, {.chunk_blocks = 8192, .backward_ring_blocks = 8192},
+                    ErrorCode::invalid_plan, {"plan.chunk_blocks", "8192", "8191"});
   p.max_tokens = 8190 * 128;
   expect_no_context(p, {.chunk_blocks = 1}, ErrorCode::invalid_plan,
                     {"plan.chunk_blocks", "is 1", "8190 chunks", "4096", "nearest legal value 2"});
