@@ -5,10 +5,13 @@ One process, or one per GPU (or per CPU rank) with torchrun: experts are divided
 same on all of them and averaged by DistributedDataParallel. Two MoE layers to compare:
   --layer moxie   moxie.torch.MoE
   --layer nccl    the usual one: sort by expert, all-to-all (NCCL; gloo on CPUs), torch's grouped products, all-to-all
-Both start from the same weights and see the same bytes, so their losses are the same up to rounding.
+  --layer both    one after the other
+Both start from the same weights and see the same bytes, so their losses are the same up to rounding. Without torchrun
+there is one rank and no all-to-all.
 
     python examples/train_moe_lm.py --steps 50
-    torchrun --nproc-per-node 2 examples/train_moe_lm.py --layer nccl --device cuda --plot loss.png
+    torchrun --nproc-per-node 2 examples/train_moe_lm.py --layer both --json training.json
+    python examples/plot_losses.py training.json losses.svg
 """
 
 import argparse
@@ -28,6 +31,7 @@ import moxie
 
 NUM_BYTES = 256
 BALANCE = 0.01  # weight of the load-balancing loss
+NUM_TIMED = 10  # steps after the training, in which the layers are timed
 
 
 def read_text(limit: int) -> torch.Tensor:
@@ -123,13 +127,13 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, world, problem, args, device) -> None:
+    def __init__(self, world, problem, args, layer: str, device) -> None:
         super().__init__()
         dtype = torch.float32 if problem.dtype == moxie.DType.f32 else torch.bfloat16
         h = problem.hidden
         self.embed = nn.Embedding(NUM_BYTES, h, device=device, dtype=dtype)
         self.place = nn.Embedding(args.length, h, device=device, dtype=dtype)
-        self.blocks = nn.ModuleList(Block(world, problem, args.layer, args.heads, device) for _ in range(args.layers))
+        self.blocks = nn.ModuleList(Block(world, problem, layer, args.heads, device) for _ in range(args.layers))
         self.norm = nn.RMSNorm(h, device=device, dtype=dtype)
         self.head = nn.Linear(h, NUM_BYTES, bias=False, device=device, dtype=dtype)
 
@@ -145,18 +149,53 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), target.flatten()), balance / len(self.blocks)
 
 
-def train(args) -> list[float]:
-    """Trains; the losses of all steps, means over ranks."""
-    num_ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    device = torch.device(args.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    if num_ranks > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        world = mt.world_from_group(device=device)
-    else:
-        world = mt.local_world(device)
+class Clock:
+    """Milliseconds between pairs of moments: of the GPU's stream, or of the host for a CPU."""
+
+    def __init__(self, device) -> None:
+        self.on_gpu, self.pairs = device.type == "cuda", []
+
+    def begin(self, *_) -> None:
+        self.pairs.append([self.moment()])
+
+    def end(self, *_) -> None:
+        self.pairs[-1].append(self.moment())
+
+    def moment(self):
+        if not self.on_gpu:
+            return time.perf_counter() * 1e3
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def total_ms(self) -> float:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return sum(a.elapsed_time(b) if self.on_gpu else b - a for a, b in self.pairs)
+
+
+def time_layers(model, step, device) -> dict[str, float]:
+    """Milliseconds of a step, and of its MoE layers, forward and backward, without their routers."""
+    layers, whole, hooks = Clock(device), Clock(device), []
+    for block in model.blocks:
+        hooks += [
+            block.moe.register_forward_pre_hook(layers.begin),
+            block.moe.register_forward_hook(layers.end),
+            block.moe.register_full_backward_pre_hook(layers.begin),
+            block.moe.register_full_backward_hook(layers.end),
+        ]
+    for _ in range(NUM_TIMED):
+        whole.begin()
+        step()
+        whole.end()
+    for hook in hooks:
+        hook.remove()
+    return {"step_ms": whole.total_ms() / NUM_TIMED, "layers_ms": layers.total_ms() / NUM_TIMED}
+
+
+def train(args, layer: str, world, device) -> dict:
+    """Trains one model: losses of all steps, means over ranks, tokens per second, and what the layers take."""
+    num_ranks, rank = world.num_ranks, world.local_ranks[0]
     problem = moxie.Problem(
         num_ranks=num_ranks,
         max_tokens=args.batch * args.length,
@@ -167,15 +206,15 @@ def train(args) -> list[float]:
         dtype=moxie.DType.f32 if args.dtype == "f32" else moxie.DType.bf16,
     )
     torch.manual_seed(args.seed)
-    model = Model(world, problem, args, device)
+    model = Model(world, problem, args, layer, device)
     wrapped = model
     if num_ranks > 1:
         mt.ignore_experts_in_ddp(model)
         wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=0.0)
     text, generator = read_text(8_000_000), torch.Generator().manual_seed(args.seed)
-    losses, first, began = [], 0, time.perf_counter()
-    for step in range(args.steps):
+
+    def step() -> torch.Tensor:
         at = torch.randint(len(text) - args.length - 1, (num_ranks * args.batch,), generator=generator)
         at = at[rank * args.batch : (rank + 1) * args.batch]
         window = torch.stack([text[i : i + args.length + 1] for i in at.tolist()]).long().to(device)
@@ -187,49 +226,56 @@ def train(args) -> list[float]:
         mean = loss.detach().clone()
         if num_ranks > 1:
             dist.all_reduce(mean)
-        losses.append(mean / num_ranks)
-        if step == 2:  # the first steps choose kernels and make buffers
-            world.synchronize()
-            first, began = step + 1, time.perf_counter()
-        if args.every and rank == 0 and (step % args.every == 0 or step == args.steps - 1):
-            value = losses[-1].item()
-            seconds = time.perf_counter() - began
-            speed = (step + 1 - first) * num_ranks * args.batch * args.length / seconds if step >= first else 0.0
-            print(f"step {step:5}  loss {value:.3f} nats per byte  {speed:9.0f} tokens/s", flush=True)
-    world.synchronize()  # errors of GPU passes are thrown here
-    result = torch.stack(losses).tolist()
-    if rank == 0 and (args.json or args.plot):
+        return mean / num_ranks
+
+    losses, first, began = [], 0, time.perf_counter()
+
+    def speed() -> float:
         seconds = time.perf_counter() - began
-        speed = max(args.steps - first, 0) * num_ranks * args.batch * args.length / seconds
-        write(args, result, speed, num_ranks)
+        return max(len(losses) - first, 0) * num_ranks * args.batch * args.length / seconds
+
+    for i in range(args.steps):
+        losses.append(step())
+        if i == 2:  # the first steps choose kernels and make buffers
+            world.synchronize()
+            first, began = len(losses), time.perf_counter()
+        if args.every and rank == 0 and (i % args.every == 0 or i == args.steps - 1):
+            print(
+                f"{layer:5} step {i:5}  loss {losses[-1].item():.3f} nats per byte  {speed():9.0f} tokens/s", flush=True
+            )
+    world.synchronize()  # errors of GPU passes are thrown here
+    result = {"layer": layer, "losses": torch.stack(losses).tolist(), "tokens_per_s": speed()}
+    return {**result, **time_layers(model, step, device)}
+
+
+def train_all(args) -> list[dict]:
+    """One result per layer asked for; --json FILE."""
+    num_ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if num_ranks > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        world = mt.world_from_group(device=device)
+    else:
+        world = mt.local_world(device)
+    layers = ("moxie", "nccl") if args.layer == "both" else (args.layer,)
+    runs = [train(args, layer, world, device) for layer in layers]
+    if rank == 0 and args.json:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        record = {"arguments": vars(args), "ranks": num_ranks, "device": name, "torch": torch.__version__, "runs": runs}
+        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
     if num_ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
-    return result
-
-
-def write(args, losses, speed, num_ranks) -> None:
-    """--json FILE and --plot FILE."""
-    if args.json:
-        record = {"arguments": vars(args), "ranks": num_ranks, "tokens_per_s": speed, "losses": losses}
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
-    if args.plot:
-        try:
-            from matplotlib import pyplot
-        except ImportError:
-            print("no plot: matplotlib is not installed")
-            return
-        pyplot.plot(losses, label=f"{args.layer}, {num_ranks} ranks, {speed:.0f} tokens/s")
-        pyplot.xlabel("step")
-        pyplot.ylabel("loss, nats per byte")
-        pyplot.legend()
-        pyplot.savefig(args.plot, dpi=120)
+    return runs
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     has_gpu = torch.cuda.is_available() and moxie.has_cuda
-    parser.add_argument("--layer", choices=("moxie", "nccl"), default="moxie", help="which MoE layer [moxie]")
+    parser.add_argument("--layer", choices=("moxie", "nccl", "both"), default="moxie", help="which MoE layer [moxie]")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if has_gpu else "cpu")
     parser.add_argument("--dtype", choices=("f32", "bf16"), default="bf16" if has_gpu else "f32")
     for name, value, words in (
@@ -247,13 +293,19 @@ def main() -> int:
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{words} [{value}]")
     parser.add_argument("--rate", type=float, default=2e-3, help="of AdamW [0.002]")
-    parser.add_argument("--json", help="file for losses and tokens/s")
-    parser.add_argument("--plot", help="file for a picture of the losses (needs matplotlib)")
-    losses = train(parser.parse_args())
-    last = sum(losses[-10:]) / len(losses[-10:])
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"loss {losses[0]:.3f} -> {last:.3f} (mean of the last 10 steps)")
-    return 0 if last < losses[0] else 1
+    parser.add_argument("--json", help="file for losses, tokens/s and times")
+    lower = True
+    for run in train_all(parser.parse_args()):
+        losses = run["losses"]
+        last = sum(losses[-10:]) / len(losses[-10:])
+        lower = lower and last < losses[0]
+        if int(os.environ.get("RANK", 0)) == 0:
+            layers, whole = run["layers_ms"], run["step_ms"]
+            print(
+                f"{run['layer']:5} loss {losses[0]:.3f} -> {last:.3f} (mean of the last 10 steps), "
+                f"{run['tokens_per_s']:.0f} tokens/s, MoE layers {layers:.2f} of a step's {whole:.2f} ms"
+            )
+    return 0 if lower else 1
 
 
 if __name__ == "__main__":

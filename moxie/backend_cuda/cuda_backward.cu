@@ -371,10 +371,8 @@ void BackwardPass::run(const CudaContext& context, std::span<const BackwardInput
   }
   bind_grad_kind(outputs);
   const std::int64_t num_ranks = memory_.problem.num_ranks;
-  for (const std::int64_t r : memory_.backend.ranks_here()) {
-    const std::size_t i = memory_.backend.idx_here(r);
-    bind_rank(r, context, inputs[i], outputs[i]);
-  }
+  bind_ranks(
+      [&](std::int64_t rank, std::size_t i) { bind_rank(rank, context, inputs[i], outputs[i]); });
   bind_trace(trace != nullptr, num_events(), ranks_);
   on_every_gpu(
       [&](const DeviceGroup& group, cudaStream_t stream) {

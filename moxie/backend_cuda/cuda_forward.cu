@@ -222,11 +222,10 @@ void ForwardPass::run(std::span<const ForwardInput> inputs, std::span<const Forw
         "faults.keep_schedule is not available with plan.dispatch push, whose rows go only where "
         "inputs_ready was seen; use pull");
   }
-  for (const std::int64_t r : memory_.backend.ranks_here()) {
-    const std::size_t i = memory_.backend.idx_here(r);
-    bind_rank(r, inputs[i], outputs[i]);
-    bind_context(r, context);
-  }
+  bind_ranks([&](std::int64_t rank, std::size_t i) {
+    bind_rank(rank, inputs[i], outputs[i]);
+    bind_context(rank, context);
+  });
   bind_trace(trace != nullptr, num_events(), ranks_);
   const auto launch_phases = [&](const DeviceGroup& group, std::uint32_t phases,
                                  cudaStream_t stream) {

@@ -173,6 +173,7 @@ void CudaPass::poison(std::int64_t rank, const void* x, cudaStream_t stream) con
 
 void CudaPass::fork_streams() const {
   const std::vector<DeviceGroup>& groups = memory_.backend.groups();
+  if (groups.size() == 1) return;  // the caller's stream is the only one
   const DeviceGuard guard(groups[0].device);
   check_cuda(cudaEventRecord(groups[0].event, memory_.backend.stream()), "ordering the GPUs");
   for (const DeviceGroup& group : groups) {
@@ -184,6 +185,7 @@ void CudaPass::fork_streams() const {
 
 void CudaPass::join_streams() const {
   const std::vector<DeviceGroup>& groups = memory_.backend.groups();
+  if (groups.size() == 1) return;
   for (const DeviceGroup& group : groups) {
     if (group.stream == nullptr) continue;
     const DeviceGuard on_device(group.device);

@@ -98,6 +98,17 @@ class CudaPass {
   void poison(std::int64_t rank, const void* x, cudaStream_t stream) const;
   static void spoil(std::byte* data, std::int64_t num_bytes, cudaStream_t stream);
 
+  // Calls bind(rank, idx) for every rank of this process, idx its place in the caller's lists, with
+  // the rank's GPU current: tensor maps are encoded there, and a thread that has not called CUDA
+  // yet (PyTorch's of its backward) has no context of its own.
+  template <class Bind>
+  void bind_ranks(const Bind& bind) const {
+    for (const DeviceGroup& group : memory_.backend.groups()) {
+      const DeviceGuard guard(group.device);
+      for (const std::int64_t r : group.ranks) bind(r, memory_.backend.idx_here(r));
+    }
+  }
+
   // Calls prepare(group, stream) for every GPU, then launch(group, stream) for every GPU, which
   // follow each other without waiting, so the kernels find each other running. Rank 0's GPU runs on
   // the caller's stream; the others join it before and after.

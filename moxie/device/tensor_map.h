@@ -8,6 +8,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 
 namespace moxie::device {
@@ -22,20 +23,35 @@ struct TiledTensor {
   cuuint32_t box[5];
 };
 
-// With the 128-byte swizzle.
-inline cudaError_t encode_tiled(CUtensorMap* map, const TiledTensor& t) {
-  void* encoder = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encoder,
-                                                             12000, cudaEnableDefault, &found);
+using TensorMapEncoder = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's encoder, looked up once.
+inline cudaError_t find_encoder(TensorMapEncoder* encoder) {
+  static std::atomic<TensorMapEncoder> known = nullptr;
+  if ((*encoder = known.load(std::memory_order_relaxed)) != nullptr) return cudaSuccess;
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult how;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
+                                                             12000, cudaEnableDefault, &how);
   if (error != cudaSuccess) return error;
-  if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
+  if (how != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
+  *encoder = reinterpret_cast<TensorMapEncoder>(found);
+  known.store(*encoder, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+// With the 128-byte swizzle. Needs a current context: a thread that has not called the runtime yet
+// has none, and gets cudaErrorDeviceUninitialized.
+inline cudaError_t encode_tiled(CUtensorMap* map, const TiledTensor& t) {
+  TensorMapEncoder encoder = nullptr;
+  const cudaError_t error = find_encoder(&encoder);
+  if (error != cudaSuccess) return error;
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
-  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
-      map, t.type, t.rank, const_cast<void*>(t.data), t.sizes, t.strides_bytes, t.box,
-      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const CUresult result =
+      encoder(map, t.type, t.rank, const_cast<void*>(t.data), t.sizes, t.strides_bytes, t.box,
+              element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return static_cast<cudaError_t>(result);  // the runtime has the driver's codes
 }
 
 // A stack of row-major matrices [num_matrices, num_rows, num_columns].

@@ -129,12 +129,7 @@ TensorView checked(const Ndarray& a, const char* name, std::int64_t rank,
     stride *= static_cast<std::int64_t>(a.shape(i));
   }
   auto* data = const_cast<void*>(static_cast<const void*>(a.data()));
-  const auto align = static_cast<std::uintptr_t>(size_bytes(*want));
-  if (reinterpret_cast<std::uintptr_t>(data) % align != 0)
-    fail(
-        fmt::format("{} of rank {} begins at an address that is no multiple of {} bytes, must be "
-                    "aligned; numpy.require(array, requirements='A') makes such a copy",
-                    name, rank, align));
+  require_element_aligned(data, *want, name, rank);
   TensorView view;
   view.data = data;
   view.dtype = *want;
@@ -150,6 +145,49 @@ void raise(const char* class_name, const std::string& sentence) {
   const nb::object type = nb::module_::import_("moxie._errors").attr(class_name);
   PyErr_SetObject(type.ptr(), type(sentence).ptr());
   throw nb::python_error();
+}
+
+void require_element_aligned(const void* data, DType dtype, const char* name, std::int64_t rank) {
+  const auto align = static_cast<std::uintptr_t>(size_bytes(dtype));
+  if (reinterpret_cast<std::uintptr_t>(data) % align == 0) return;
+  fail(
+      fmt::format("{} of rank {} begins at an address that is no multiple of {} bytes, must be "
+                  "aligned; numpy.require(array, requirements='A') makes such a copy",
+                  name, rank, align));
+}
+
+void Overlaps::add(std::vector<Span>& spans, const ConstTensorView& view, const char* name,
+                   std::int64_t rank) {
+  const auto* begin = static_cast<const std::byte*>(view.data);
+  const std::int64_t num_bytes = view.shape.num_elements() * size_bytes(view.dtype);
+  if (num_bytes > 0) spans.push_back({begin, begin + num_bytes, name, rank});
+}
+void Overlaps::reads(const ConstTensorView& view, const char* name, std::int64_t rank) {
+  add(inputs_, view, name, rank);
+}
+void Overlaps::writes(const TensorView& view, const char* name, std::int64_t rank) {
+  add(outputs_, view, name, rank);
+}
+
+void Overlaps::check() {
+  std::sort(outputs_.begin(), outputs_.end(),
+            [](const Span& a, const Span& b) { return a.begin < b.begin; });
+  const auto refuse_pair = [](const Span& a, const Span& b) {
+    fail(
+        fmt::format("{} of rank {} shares memory with {} of rank {}, must have memory of its own: "
+                    "a pass writes results while it reads inputs",
+                    a.name, a.rank, b.name, b.rank));
+  };
+  for (std::size_t i = 1; i < outputs_.size(); ++i)
+    if (outputs_[i - 1].end > outputs_[i].begin) refuse_pair(outputs_[i - 1], outputs_[i]);
+  for (const Span& in : inputs_) {
+    // Outputs are disjoint and sorted: only the last that begins before in.end can reach into it.
+    const auto after =
+        std::lower_bound(outputs_.begin(), outputs_.end(), in.end,
+                         [](const Span& o, const std::byte* at) { return o.begin < at; });
+    if (after != outputs_.begin() && std::prev(after)->end > in.begin)
+      refuse_pair(*std::prev(after), in);
+  }
 }
 
 PassArrays::PassArrays(bool on_cuda)
@@ -180,10 +218,10 @@ TensorView PassArrays::take(nb::handle array, const char* name, std::int64_t ran
     view = checked(a, name, rank, allowed, on_cuda_);
     read_.push_back(std::move(a));
   }
-  const auto* begin = static_cast<const std::byte*>(view.data);
-  const std::int64_t num_bytes = view.shape.num_elements() * size_bytes(view.dtype);
-  if (num_bytes > 0)
-    (writable ? outputs_ : inputs_).push_back({begin, begin + num_bytes, name, rank});
+  if (writable)
+    overlaps_.writes(view, name, rank);
+  else
+    overlaps_.reads(view, name, rank);
   return view;
 }
 
@@ -194,28 +232,6 @@ ConstTensorView PassArrays::read(nb::handle array, const char* name, std::int64_
 TensorView PassArrays::write(nb::handle array, const char* name, std::int64_t rank,
                              const std::vector<DType>& allowed) {
   return take(array, name, rank, allowed, true);
-}
-
-void PassArrays::check_overlaps() const {
-  std::vector<Span> outputs = outputs_;
-  std::sort(outputs.begin(), outputs.end(),
-            [](const Span& a, const Span& b) { return a.begin < b.begin; });
-  const auto refuse_pair = [](const Span& a, const Span& b) {
-    fail(
-        fmt::format("{} of rank {} shares memory with {} of rank {}, must have memory of its own: "
-                    "a pass writes results while it reads inputs",
-                    a.name, a.rank, b.name, b.rank));
-  };
-  for (std::size_t i = 1; i < outputs.size(); ++i)
-    if (outputs[i - 1].end > outputs[i].begin) refuse_pair(outputs[i - 1], outputs[i]);
-  for (const Span& in : inputs_) {
-    // Outputs are disjoint and sorted: only the last that begins before in.end can reach into it.
-    const auto after =
-        std::lower_bound(outputs.begin(), outputs.end(), in.end,
-                         [](const Span& o, const std::byte* at) { return o.begin < at; });
-    if (after != outputs.begin() && std::prev(after)->end > in.begin)
-      refuse_pair(*std::prev(after), in);
-  }
 }
 
 std::vector<nb::object> per_rank(nb::handle list, const char* name, std::int64_t num_ranks) {

@@ -14,6 +14,27 @@ namespace moxie::python {
 // Raises a class of moxie._errors that no C++ ErrorCode stands for.
 [[noreturn]] void raise(const char* class_name, const std::string& sentence);
 
+// Throws unless `data` is a multiple of the size of its elements.
+void require_element_aligned(const void* data, DType dtype, const char* name, std::int64_t rank);
+
+// Results may overlap neither each other nor what the pass reads: it writes while it reads.
+class Overlaps {
+ public:
+  void reads(const ConstTensorView& view, const char* name, std::int64_t rank);
+  void writes(const TensorView& view, const char* name, std::int64_t rank);
+  void check();
+
+ private:
+  struct Span {
+    const std::byte *begin, *end;
+    const char* name;
+    std::int64_t rank;
+  };
+  static void add(std::vector<Span>& spans, const ConstTensorView& view, const char* name,
+                  std::int64_t rank);
+  std::vector<Span> inputs_, outputs_;
+};
+
 // The arrays of one pass: their views for the library, and the references that keep them alive.
 class PassArrays {
  public:
@@ -24,15 +45,9 @@ class PassArrays {
                        const std::vector<DType>& allowed);
   TensorView write(nb::handle array, const char* name, std::int64_t rank,
                    const std::vector<DType>& allowed);
-  // Results may overlap neither each other nor what the pass reads: it writes while it reads.
-  void check_overlaps() const;
+  void check_overlaps() { overlaps_.check(); }
 
  private:
-  struct Span {
-    const std::byte *begin, *end;
-    std::string name;
-    std::int64_t rank;
-  };
   TensorView take(nb::handle array, const char* name, std::int64_t rank,
                   const std::vector<DType>& allowed, bool writable);
 
@@ -40,7 +55,7 @@ class PassArrays {
   nb::object ndarray_type_;  // numpy.ndarray
   std::vector<nb::ndarray<nb::ro>> read_;
   std::vector<nb::ndarray<>> written_;
-  std::vector<Span> inputs_, outputs_;
+  Overlaps overlaps_;
 };
 
 // The entries of a list or tuple with one entry per rank.

@@ -10,6 +10,7 @@ NB_MODULE(_moxie, m) {
   moxie::python::bind_trace(m);
   moxie::python::bind_world(m);
   moxie::python::bind_layer(m);
+  moxie::python::bind_tensor_passes(m);
   moxie::python::bind_devices(m);
   moxie::python::bind_simulator(m);
   moxie::python::bind_planner(m);

@@ -23,6 +23,7 @@ void bind_plan(nb::module_& m);
 void bind_trace(nb::module_& m);
 void bind_world(nb::module_& m);
 void bind_layer(nb::module_& m);
+void bind_tensor_passes(nb::module_& m);
 void bind_devices(nb::module_& m);
 void bind_simulator(nb::module_& m);
 void bind_planner(nb::module_& m);

@@ -1,46 +1,9 @@
 #include "python/bindings/pass_arguments.h"
 
-#include <array>
+#include "python/bindings/parts.h"
 
 namespace moxie::python {
 namespace {
-
-// Parts of a rank's weights and of their gradients. Their shapes are those of moxie/moxie.h.
-struct Part {
-  const char *name, *weight_name, *grad_name;
-  ConstTensorView Weights::*weight;
-  TensorView WeightGrads::*grad;
-  bool is_matrix;  // gradients of vectors are float32
-  bool (*exists)(const Problem&);
-  Shape (*shape)(const Problem&, std::int64_t num_local);
-};
-#define MOXIE_PART(part) #part, "weights." #part, "grads." #part, &Weights::part, &WeightGrads::part
-using P = const Problem&;
-using N = std::int64_t;
-const auto kAlways = [](P) { return true; };
-const auto kBias = [](P p) { return p.expert_bias; };
-const auto kShared = [](P p) { return p.shared.intermediate > 0; };
-const auto kOutputGate = [](P p) { return p.shared.output_gate; };
-const auto kIH = [](P p, N n) { return Shape{n, p.intermediate, p.hidden}; };
-const auto kHI = [](P p, N n) { return Shape{n, p.hidden, p.intermediate}; };
-const auto kI = [](P p, N n) { return Shape{n, p.intermediate}; };
-const auto kH = [](P p, N n) { return Shape{n, p.hidden}; };
-const auto kSharedIH = [](P p, N) { return Shape{p.shared.intermediate, p.hidden}; };
-const auto kSharedHI = [](P p, N) { return Shape{p.hidden, p.shared.intermediate}; };
-const auto kGateH = [](P p, N) { return Shape{p.hidden}; };
-const std::array<Part, 10> kParts = {{
-    {MOXIE_PART(gate), true, kAlways, kIH},
-    {MOXIE_PART(up), true, kAlways, kIH},
-    {MOXIE_PART(down), true, kAlways, kHI},
-    {MOXIE_PART(gate_bias), false, kBias, kI},
-    {MOXIE_PART(up_bias), false, kBias, kI},
-    {MOXIE_PART(down_bias), false, kBias, kH},
-    {MOXIE_PART(shared_gate), true, kShared, kSharedIH},
-    {MOXIE_PART(shared_up), true, kShared, kSharedIH},
-    {MOXIE_PART(shared_down), true, kShared, kSharedHI},
-    {MOXIE_PART(shared_output_gate), false, kOutputGate, kGateH},
-}};
-#undef MOXIE_PART
 
 nb::object python_class(const char* name) {
   return nb::module_::import_("moxie._weights").attr(name);

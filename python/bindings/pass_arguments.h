@@ -1,5 +1,4 @@
 // From the per-rank Python lists of a pass to the spans that Layer takes, and the results back.
-// One table names the parts of an expert's weights; reading, allocating and returning walk it.
 #pragma once
 #include <optional>
 #include <vector>

@@ -2,6 +2,7 @@
 // timelines, lost and late ranks, and what is refused.
 #include <chrono>
 #include <deque>
+#include <future>
 #include <set>
 
 #include "moxie/pipeline/tasks.h"
@@ -73,6 +74,21 @@ TEST_F(CudaBackwardUse, backward_twice_gives_the_same_bits) {
     world.synchronize();
     EXPECT_TRUE(same_bits(first, cases[0].download())) << name(save);
   }
+}
+
+// As PyTorch calls backward: in a thread that has not called CUDA yet.
+TEST_F(CudaBackwardUse, passes_of_new_threads) {
+  World world = World::cuda(cuda_options(3), on_gpu_0(3));
+  Layer layer(world, problem());
+  Context context = layer.make_context();
+  cases[0].poison_outputs();
+  const auto in_new_thread = [](const auto& pass) { std::async(std::launch::async, pass).get(); };
+  in_new_thread(
+      [&] { layer.forward(cases[0].forward_inputs(), cases[0].forward_outputs(), context); });
+  in_new_thread([&] { layer.backward(context, cases[0].inputs(), cases[0].outputs()); });
+  world.synchronize();
+  const PassOutputs got = cases[0].download();
+  EXPECT_TRUE(same_bits(cases[0].run_alone(), got));
 }
 
 TEST_F(CudaBackwardUse, a_context_is_reusable) {

@@ -5,13 +5,11 @@ A weight with an attribute `main_grad` (float32, same shape) has its gradient ad
 weight, rounded once from FP32 sums.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from moxie._errors import InvalidArgumentError
-from moxie._weights import Weights
 from moxie.torch import weights as parts
 
 
@@ -26,7 +24,7 @@ def main_grads_of(flat: Sequence[torch.Tensor]) -> bool:
         )
     for i, w in enumerate(flat):
         g = w.main_grad
-        if g.dtype != torch.float32 or g.shape != w.shape or g.device != w.device:
+        if g.dtype is not torch.float32 or g.shape != w.shape or g.device != w.device:
             raise InvalidArgumentError(
                 f"main_grad of weight {i} is {list(g.shape)} {g.dtype} on {g.device}, must be {list(w.shape)} "
                 f"torch.float32 on {w.device}"
@@ -35,56 +33,43 @@ def main_grads_of(flat: Sequence[torch.Tensor]) -> bool:
 
 
 class GradBuffers:
-    """The arrays of one backward pass. flat, layout: as in the ops."""
+    """The tensors that one backward pass writes. flat: the op's list of weights."""
 
-    def __init__(self, sizes: parts.Sizes, layout: int, flat: Sequence[torch.Tensor]) -> None:
-        self.num_ranks, self.into_main = sizes.num_ranks, bool(layout & parts.MAIN_GRAD)
-        self._buffers: dict[str, torch.Tensor] = {}  # by stored part; of a shared expert one per rank
-        self._added: list[tuple[list[torch.Tensor], str]] = []  # main gradients that a buffer is added to at the end
-        at, device = 0, flat[0].device
-        for part in parts.parts_of(sizes, layout):
-            count = parts.count_of(part, layout)
+    def __init__(self, storage: parts.Storage, flat: Sequence[torch.Tensor], into_main: bool) -> None:
+        self.storage, self.into_main = storage, into_main
+        self.tensors: list[torch.Tensor] = []  # by stored part; of a shared expert one per rank
+        self._added: list[tuple[list[torch.Tensor], int]] = []  # main gradients that a tensor is added to at the end
+        at = 0
+        for i, (part, count) in enumerate(zip(storage.parts, storage.counts, strict=True)):
             weights, at = flat[at : at + count], at + count
-            dtype = sizes.dtype if part.is_matrix and not self.into_main else torch.float32
-            per_rank = self.num_ranks > 1 and part.name.startswith("shared_")
-            shape = (self.num_ranks, *part.shape) if per_rank else part.shape
-            if not self.into_main:
-                self._buffers[part.name] = torch.empty(shape, dtype=dtype, device=device)
+            per_rank = storage.sizes.num_ranks > 1 and part.is_shared
+            if not (into_main or per_rank or storage.in_list[i]) and part.is_matrix:
+                self.tensors.append(torch.empty_like(weights[0]))
+                continue
+            shape = (storage.sizes.num_ranks, *part.shape) if per_rank else part.shape
+            if not into_main:
+                dtype = storage.sizes.dtype if part.is_matrix else torch.float32
+                self.tensors.append(weights[0].new_empty(shape, dtype=dtype))
                 continue
             targets = [w.main_grad for w in weights]
             buffer = None if per_rank else _in_place(targets, part.shape)
             if buffer is None:  # a list that is not one buffer, or a shared expert's, whose ranks add up
-                buffer = torch.zeros(shape, dtype=dtype, device=device)
-                self._added.append((targets, part.name))
-            self._buffers[part.name] = buffer
+                buffer = weights[0].new_zeros(shape, dtype=torch.float32)
+                self._added.append((targets, i))
+            self.tensors.append(buffer)
 
-    def per_rank(self, ranges: Sequence[range], wrap: Callable[[torch.Tensor], Any]) -> list[Weights]:
-        """What each rank writes."""
-        named = dict(self._buffers)
-        if "gate_up" in named:
-            gate_up = named.pop("gate_up")
-            named["gate"], named["up"] = gate_up[0], gate_up[1]
-        begin, out = ranges[0].start, []
-        for i, r in enumerate(ranges):
-            mine = {}
-            for name, t in named.items():
-                if self.num_ranks > 1:
-                    t = t[i] if name.startswith("shared_") else t[r.start - begin : r.stop - begin]
-                mine[name] = wrap(t)
-            out.append(Weights(**mine))
-        return out
-
-    def finish(self) -> dict[str, torch.Tensor]:
+    def finish(self) -> list[torch.Tensor]:
         """Gradients by stored part, in their order; empty when they went into main gradients."""
-        if self.num_ranks > 1:
-            for name, t in self._buffers.items():
-                if name.startswith("shared_"):
-                    self._buffers[name] = t.sum(0, dtype=torch.float32).to(t.dtype)
-        for targets, name in self._added:
-            pieces = self._buffers[name].reshape(len(targets), *targets[0].shape)
+        if self.storage.sizes.num_ranks > 1:
+            for i, part in enumerate(self.storage.parts):
+                if part.is_shared:
+                    t = self.tensors[i]
+                    self.tensors[i] = t.sum(0, dtype=torch.float32).to(t.dtype)
+        for targets, i in self._added:
+            pieces = self.tensors[i].reshape(len(targets), *targets[0].shape)
             for target, piece in zip(targets, pieces, strict=True):
                 target.add_(piece)
-        return {} if self.into_main else self._buffers
+        return [] if self.into_main else self.tensors
 
 
 def _in_place(targets: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor | None:
@@ -92,7 +77,7 @@ def _in_place(targets: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tens
     if not all(t.is_contiguous() for t in targets):
         return None
     if len(targets) == 1:
-        return targets[0].view(shape)
+        return targets[0] if targets[0].shape == shape else targets[0].view(shape)
     try:
         return parts.stack(targets, "main_grad").view(shape)
     except InvalidArgumentError:

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 
 from moxie._errors import InvalidArgumentError
-from moxie._moxie import Context, Layer, Plan, Problem, World, _set_leak_warnings
-from moxie._weights import Gradients
+from moxie._moxie import Context, Layer, Plan, Problem, World, _backward, _forward, _set_leak_warnings
 from moxie.torch import weights as parts
 from moxie.torch.grads import GradBuffers
-from moxie.torch.streams import Array, WorldState, device_tensor, is_capturing, state_of
+from moxie.torch.streams import WorldState, device_tensor, is_capturing, state_of
 
 # torch keeps what is registered with it, and what compiled code looks at, until the process is gone: no leak of ours.
 _set_leak_warnings(False)
@@ -39,8 +38,9 @@ class SharedLayer:
         self.handle = next(_handles)
         self.ranges = [problem.experts_of(r) for r in state.world.local_ranks]  # experts of each rank of this process
         self.sizes = parts.sizes_of(problem, self.ranges)
+        self._storages: dict[int, parts.Storage] = {}  # by layout
         self._free: list[Context] = []
-        self._in_flight: dict[int, Context] = {}  # by token
+        self._in_flight: dict[int, _InFlight] = {}  # by token
         self._captured: list[Context] = []  # those of CUDA graphs, used at each replay: never given to another pass
         self._heap_view: Any = None
         self._heap: tuple[int, int] | None = None  # addresses of input_buffer, once it was asked for
@@ -62,7 +62,7 @@ class SharedLayer:
         return sum(c.num_bytes for c in self._contexts())
 
     def _contexts(self) -> list[Context]:
-        return [*self._free, *self._in_flight.values(), *self._captured]
+        return [*self._free, *(p.context for p in self._in_flight.values()), *self._captured]
 
     def reserve_contexts(self, count: int) -> None:
         """Makes contexts until `count` are free: for captured forward passes, each of which keeps one."""
@@ -75,43 +75,39 @@ class SharedLayer:
     def __reduce__(self) -> Any:
         raise InvalidArgumentError("a layer lives in this process, must not be pickled; save the state_dict instead")
 
-    def split(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Which of T tokens each rank of this process takes: begin, end."""
-        n = len(self.ranges)
-        return [(num_tokens * i // n, num_tokens * (i + 1) // n) for i in range(n)]
-
-    def _arrays(self, tensor: torch.Tensor) -> list[Array]:
-        if len(self.ranges) == 1:
-            return [Array(tensor)]
-        return [Array(tensor[begin:end]) for begin, end in self.split(tensor.shape[0])]
-
-    def _weights(self, flat: Sequence[torch.Tensor], layout: int) -> list[Any]:
-        stacked = parts.stacked(flat, self.sizes, layout)
-        return parts.per_rank(stacked, self.ranges, Array)
+    def storage(self, layout: int) -> parts.Storage:
+        """Of a layout of weights; with or without main gradients it is the same."""
+        key = layout & ~parts.MAIN_GRAD
+        storage = self._storages.get(key)
+        if storage is None:
+            storage = self._storages[key] = parts.Storage(self.sizes, key, self.device)
+        return storage
 
     def run_forward(
         self, x: Any, ids: Any, route_weights: Any, flat: Sequence[Any], layout: int, *, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """y [T, H]; with `keep` also the token that run_backward takes. Tensors as in ops.forward, checked there."""
+        storage = self.storage(layout)
+        weights = storage.addresses(storage.stacked_parts(flat))
         y = torch.empty_like(x)
-        arguments = {
-            "x": self._arrays(x),
-            "expert_ids": self._arrays(ids),
-            "route_weights": self._arrays(route_weights),
-            "weights": self._weights(flat, layout),
-            "out": self._arrays(y),
-        }
         with self.state.lock:
-            self.state.enter_stream()
-            if not keep:
-                self.layer.infer(**arguments)
-                return y, None
-            context = self._take_context()
-            _, context = self.layer.forward(**arguments, context=context)
-        return y, self._token_of(context)
+            stream = self.state.enter_stream()
+            context = self._take_context() if keep else None
+            _forward(
+                self.layer,
+                context,
+                stream,
+                x.shape[0],
+                x.data_ptr(),
+                ids.data_ptr(),
+                ids.dtype is torch.int64,
+                route_weights.data_ptr(),
+                weights,
+                y.data_ptr(),
+            )
+        return y, None if context is None else self._token_of(context)
 
-    def _take_context(self) -> Context | None:
-        """None: the pass makes one."""
+    def _take_context(self) -> Context:
         if self._free:
             return self._free.pop()
         if is_capturing():
@@ -119,53 +115,52 @@ class SharedLayer:
                 f"no context is free for a forward pass in a CUDA graph capture (all {self.num_contexts} are in use), "
                 "must be made before; call reserve_contexts with the number of captured forward passes"
             )
-        return None
+        return self.layer.make_context()
 
     def _token_of(self, context: Context) -> torch.Tensor:
         number = next(self._tokens)
-        self._in_flight[number] = context
         owner = np.array([number], np.int64)  # lives as long as the token's storage, whatever holds it
-        weakref.finalize(owner, _release, weakref.ref(self), number, is_capturing()).atexit = False
+        self._in_flight[number] = _InFlight(owner, number, self, context)
         return torch.from_numpy(owner)
 
-    def release(self, number: int, captured: bool) -> None:
+    def release(self, number: int) -> None:
         """A token is gone: its context is free, unless a graph will use it at each replay."""
-        context = self._in_flight.pop(number)
-        if not captured:
-            self._free.append(context)
+        gone = self._in_flight.pop(number)
+        if not gone.captured:
+            self._free.append(gone.context)
             return
-        self._captured.append(context)
+        self._captured.append(gone.context)
         if self._heap_view is None and not self.layer.closed:  # no later layer may move what the graph points to
             self._heap_view = self.layer.input_buffer(self.world.local_ranks[0])
 
     def run_backward(
         self, dy: Any, x: Any, token: torch.Tensor, flat: Sequence[Any], layout: int
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """dx [T, H], d_route_weights [T, K] and weight gradients by stored part (none of them with main_grad)."""
-        context = self._in_flight.get(int(token))
-        if context is None:
+        kept = self._in_flight.get(token.item())
+        if kept is None:
             raise InvalidArgumentError(
                 "the context of this backward pass is gone, must live until then: its token, a saved CPU tensor, was "
                 "copied instead of kept; leave int64 tensors out of what is offloaded"
             )
+        storage, into_main = self.storage(layout), bool(layout & parts.MAIN_GRAD)
+        weights = storage.addresses(storage.stacked_parts(flat))
         dx = torch.empty_like(x)
-        d_route_weights = torch.empty(x.shape[0], self.sizes.top_k, dtype=torch.float32, device=self.device)
-        grads = GradBuffers(self.sizes, layout, flat)
-        holders = [
-            Gradients(dx=a, d_route_weights=b, weights=w)
-            for a, b, w in zip(
-                self._arrays(dx), self._arrays(d_route_weights), grads.per_rank(self.ranges, Array), strict=True
-            )
-        ]
+        d_route_weights = x.new_empty((x.shape[0], self.sizes.top_k), dtype=torch.float32)
+        grads = GradBuffers(storage, flat, into_main)
         with self.state.lock:
-            self.state.enter_stream()
-            self.layer.backward(
-                context,
-                x=self._arrays(x),
-                dy=self._arrays(dy),
-                weights=self._weights(flat, layout),
-                out=holders,
-                accumulate=bool(layout & parts.MAIN_GRAD),
+            _backward(
+                self.layer,
+                kept.context,
+                self.state.enter_stream(),
+                x.shape[0],
+                x.data_ptr(),
+                dy.data_ptr(),
+                weights,
+                dx.data_ptr(),
+                d_route_weights.data_ptr(),
+                storage.addresses(grads.tensors),
+                into_main,
             )
         return dx, d_route_weights, grads.finish()
 
@@ -197,10 +192,24 @@ class SharedLayer:
             )
 
 
-def _release(layer: "weakref.ref[SharedLayer]", number: int, captured: bool) -> None:
-    target = layer()
-    if target is not None:
-        target.release(number, captured)
+class _InFlight(weakref.ref):  # type: ignore[type-arg]
+    """The context of a pass, and a watch on the memory of its token: when that is gone, the pass is."""
+
+    __slots__ = ("captured", "context", "layer", "number")
+
+    def __new__(cls, owner: Any, *_: Any) -> "_InFlight":
+        return super().__new__(cls, owner, _release)
+
+    def __init__(self, owner: Any, number: int, layer: SharedLayer, context: Context) -> None:
+        super().__init__(owner, _release)
+        self.number, self.context, self.layer = number, context, weakref.ref(layer)
+        self.captured = is_capturing()
+
+
+def _release(gone: _InFlight) -> None:
+    layer = gone.layer()
+    if layer is not None:
+        layer.release(gone.number)
 
 
 def find_layer(handle: int) -> SharedLayer:

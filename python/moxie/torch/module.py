@@ -7,7 +7,7 @@ from torch import nn
 
 from moxie._errors import InvalidArgumentError
 from moxie._moxie import Plan, Problem, World
-from moxie.torch import ops as _ops  # noqa: F401  (registers torch.ops.moxie)
+from moxie.torch import eager
 from moxie.torch import weights as parts
 from moxie.torch.grads import main_grads_of
 from moxie.torch.layers import SharedLayer, open_layer
@@ -41,12 +41,20 @@ def moe(
 
 
 def _run(x: Any, expert_ids: Any, route_weights: Any, flat: list[Any], layout: int, layer: SharedLayer) -> Any:
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, route_weights, *flat)):
+    learns = torch.is_grad_enabled() and (
+        x.requires_grad or route_weights.requires_grad or any([w.requires_grad for w in flat])
+    )
+    plain = eager.is_plain(x, expert_ids, route_weights, *flat)
+    if not learns:
+        if plain:
+            return eager.infer(layer, x, expert_ids, route_weights, flat, layout)
         return torch.ops.moxie.infer(x, expert_ids, route_weights, flat, layer.handle, layout)
     if not torch.compiler.is_compiling():
         layer.refuse_input_buffer(x)
     if main_grads_of(flat):
         layout |= parts.MAIN_GRAD
+    if plain:
+        return eager.apply(x, expert_ids, route_weights, layer, layout, *flat)
     return torch.ops.moxie.forward(x, expert_ids, route_weights, flat, layer.handle, layout)[0]
 
 
@@ -92,7 +100,9 @@ class MoE(nn.Module):
         layer = self.layer
         in_list = experts == "list" and layer.sizes.num_experts > 0
         self._layout = (parts.FUSED if gate_up == "fused" else 0) | (parts.LIST if in_list else 0)
-        self._parts = parts.parts_of(layer.sizes, self._layout)
+        self._storage = layer.storage(self._layout)
+        self._parts = self._storage.parts
+        self._names = [p.name for p in self._parts]
         for part in self._parts:
             whole = torch.empty(part.shape, dtype=layer.sizes.dtype, device=layer.device)
             if in_list and part.num_list:
@@ -114,13 +124,16 @@ class MoE(nn.Module):
 
     def flat_weights(self) -> list[Any]:
         """All parameters of the experts and the shared expert, in the order of the ops."""
-        return [t for part in self._parts for t in self._tensors_of(part)]
+        own = self._parameters  # what is not there is in a list, or kept elsewhere by what wraps the module
+        if torch.compiler.is_compiling() or not all(map(own.__contains__, self._names)):
+            return [t for part in self._parts for t in self._tensors_of(part)]
+        return [own[name] for name in self._names]
 
     @torch.no_grad()
     def stacked_weights(self) -> dict[str, torch.Tensor]:
         """Views of the parameters as gate, up [L, I, H], down [L, H, I] and so on, whatever the storage."""
         self.pack()
-        return parts.stacked([t.detach() for t in self.flat_weights()], self.layer.sizes, self._layout)
+        return self._storage.by_name([t.detach() for t in self.flat_weights()])
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -206,11 +219,12 @@ class MoE(nn.Module):
         self, x: torch.Tensor, expert_ids: torch.Tensor | None = None, route_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         """y of the shape of x, [..., H]; ids and weights [T, K] of the router when not given. As moe()."""
-        if x.shape[-1] != self.layer.sizes.hidden:
-            raise InvalidArgumentError(f"x is {list(x.shape)}, must be [..., {self.layer.sizes.hidden}]")
+        layer, shape = self.layer, x.shape
+        if shape[-1] != layer.sizes.hidden:
+            raise InvalidArgumentError(f"x is {list(shape)}, must be [..., {layer.sizes.hidden}]")
         if not x.is_contiguous():
             raise InvalidArgumentError(f"x has strides {list(x.stride())}, must be contiguous; .contiguous() copies it")
-        tokens = x.view(-1, x.shape[-1])
+        tokens = x if len(shape) == 2 else x.view(-1, shape[-1])
         if (expert_ids is None) != (route_weights is None):
             raise InvalidArgumentError("expert_ids and route_weights must be given together, or neither")
         if expert_ids is None:
@@ -219,8 +233,8 @@ class MoE(nn.Module):
                     "expert_ids and route_weights were not given, must be: the module was made without a router"
                 )
             expert_ids, route_weights = self.router(tokens)[:2]
-        y = _run(tokens, expert_ids, route_weights, self.flat_weights(), self._layout, self.layer)
-        return y.view(x.shape)
+        y = _run(tokens, expert_ids, route_weights, self.flat_weights(), self._layout, layer)
+        return y if len(shape) == 2 else y.view(shape)
 
     def input_buffer(self, num_tokens: int) -> torch.Tensor:
         """[T, H] in the memory where a pass looks for x: write there and pass it as x, and nothing is copied.

@@ -13,6 +13,8 @@ from moxie._errors import InvalidArgumentError
 from moxie.torch import weights as parts
 from moxie.torch.layers import SharedLayer, find_layer
 
+INTEGERS = (torch.int32, torch.int64)
+
 _library = torch.library.Library("moxie", "DEF")
 _library.define(
     "infer(Tensor x, Tensor expert_ids, Tensor route_weights, Tensor[] weights, int layer, int layout) -> Tensor"
@@ -26,6 +28,29 @@ _library.define("backward(Tensor dy, Tensor x, Tensor token, Tensor[] weights, i
 
 def check_forward(layer: SharedLayer, x: Any, expert_ids: Any, route_weights: Any, flat: Any, layout: int) -> None:
     """Shapes, dtypes, devices, contiguity; real and fake tensors. Raises InvalidArgumentError."""
+    p, device, shape = layer.sizes, layer.device, x.shape
+    if (
+        len(shape) != 2
+        or shape[1] != p.hidden
+        or shape[0] > p.max_tokens
+        or x.dtype is not p.dtype
+        or x.device != device
+        or not x.is_contiguous()
+        or expert_ids.shape != (shape[0], p.top_k)
+        or expert_ids.dtype not in INTEGERS
+        or expert_ids.device != device
+        or not expert_ids.is_contiguous()
+        or route_weights.shape != (shape[0], p.top_k)
+        or route_weights.dtype is not torch.float32
+        or route_weights.device != device
+        or not route_weights.is_contiguous()
+    ):
+        _refuse(layer, x, expert_ids, route_weights)
+    layer.storage(layout).check(flat)
+
+
+def _refuse(layer: SharedLayer, x: Any, expert_ids: Any, route_weights: Any) -> None:
+    """Says what is wrong."""
     p, device = layer.sizes, layer.device
     if x.dim() != 2:
         raise InvalidArgumentError(f"x is {list(x.shape)}, must be [T, {p.hidden}]")
@@ -36,11 +61,9 @@ def check_forward(layer: SharedLayer, x: Any, expert_ids: Any, route_weights: An
             f"x has {tokens} tokens, must be between 0 and {p.max_tokens} (max_tokens {layer.problem.max_tokens} on "
             f"{p.num_ranks} ranks of this process); nearest legal value {p.max_tokens}"
         )
-    integers = (torch.int32, torch.int64)
-    parts.require("expert_ids", expert_ids, (tokens, p.top_k), integers, device, "they are indices")
+    parts.require("expert_ids", expert_ids, (tokens, p.top_k), INTEGERS, device, "they are indices")
     why = "weights of routes are float32 in every layer"
     parts.require("route_weights", route_weights, (tokens, p.top_k), (torch.float32,), device, why)
-    parts.check(flat, p, layout, device)
 
 
 def _infer(x: Any, expert_ids: Any, route_weights: Any, weights: Any, layer: int, layout: int) -> Any:
@@ -65,20 +88,26 @@ def _forward_fake(x: Any, expert_ids: Any, route_weights: Any, weights: Any, lay
     return torch.empty_like(x), torch.empty(1, dtype=torch.int64, device="cpu")
 
 
+def check_backward(dy: Any, x: Any) -> None:
+    """dy against x. Raises InvalidArgumentError."""
+    if dy.shape != x.shape or dy.dtype is not x.dtype or dy.device != x.device or not dy.is_contiguous():
+        parts.require("dy", dy, tuple(x.shape), (x.dtype,), x.device, "it is the gradient of y")
+
+
 def _backward(dy: Any, x: Any, token: Any, weights: Any, layer: int, layout: int) -> list[Any]:
     """[dx, d_route_weights, gradients of the stored parts, stacked]; the last are absent with main gradients."""
     target = find_layer(layer)
-    parts.require("dy", dy, tuple(x.shape), (x.dtype,), x.device, "it is the gradient of y")
+    check_backward(dy, x)
     dx, d_route_weights, grads = target.run_backward(dy, x, token, weights, layout)
-    return [dx, d_route_weights, *grads.values()]
+    return [dx, d_route_weights, *grads]
 
 
 def _backward_fake(dy: Any, x: Any, token: Any, weights: Any, layer: int, layout: int) -> list[Any]:
-    p = find_layer(layer).sizes
-    out = [torch.empty_like(x), x.new_empty((x.shape[0], p.top_k), dtype=torch.float32)]
+    target = find_layer(layer)
+    out = [torch.empty_like(x), x.new_empty((x.shape[0], target.sizes.top_k), dtype=torch.float32)]
     if layout & parts.MAIN_GRAD:
         return out
-    for part in parts.parts_of(p, layout):
+    for part in target.storage(layout).parts:
         out.append(x.new_empty(part.shape, dtype=x.dtype if part.is_matrix else torch.float32))
     return out
 
@@ -94,7 +123,8 @@ def _autograd(ctx: Any, dy: Any, _: Any) -> Any:
     if dy is None:
         return None, None, None, [None] * len(weights), None, None
     dx, d_route_weights, *grads = torch.ops.moxie.backward(dy.contiguous(), x, token, weights, ctx.layer, ctx.layout)
-    return dx, None, d_route_weights, _as_stored(ctx, weights, grads), None, None
+    grads = find_layer(ctx.layer).storage(ctx.layout).as_stored(grads) if grads else [None] * len(weights)
+    return dx, None, d_route_weights, grads, None, None
 
 
 def _no_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -106,19 +136,6 @@ def _second_derivative(ctx: Any, *_: Any) -> Any:
         "the gradient of a gradient of an MoE layer was asked for, must be a first derivative; call backward or "
         "torch.autograd.grad without create_graph"
     )
-
-
-def _as_stored(ctx: Any, weights: list[Any], grads: list[Any]) -> list[Any]:
-    """Gradients one by one as the weights were given, in their dtype."""
-    if not grads:
-        return [None] * len(weights)
-    sizes, out = find_layer(ctx.layer).sizes, []
-    for part, grad in zip(parts.parts_of(sizes, ctx.layout), grads, strict=True):
-        grad = grad.to(sizes.dtype)
-        count = parts.count_of(part, ctx.layout)
-        in_list = ctx.layout & parts.LIST and part.num_list
-        out.extend(grad.reshape(count, *parts.item_shape(part, ctx.layout)).unbind(0) if in_list else [grad])
-    return out
 
 
 for _name, _implementation, _fake in (

@@ -1,5 +1,5 @@
-"""A World in torch's streams: the order of passes, and tensors as the bindings read them. A pass is put into torch's
-current stream, behind the last one; nothing here waits on the host."""
+"""A World in torch's streams: the order of passes. A pass is put into torch's current stream, behind the last one;
+nothing here waits on the host."""
 
 import threading
 import weakref
@@ -11,23 +11,6 @@ from moxie._errors import InvalidArgumentError
 from moxie._moxie import World
 
 _worlds: "weakref.WeakValueDictionary[int, WorldState]" = weakref.WeakValueDictionary()
-
-
-class Array:
-    """A tensor as the bindings read it. Tensor.__dlpack__ would make streams wait for each other; here the pass itself
-    is put into the stream of the tensor, so there is nothing to wait for."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return torch.utils.dlpack.to_dlpack(self.tensor)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        device = self.tensor.device
-        return (2, device.index) if device.type == "cuda" else (1, 0)
 
 
 class DeviceMemory:
@@ -56,20 +39,34 @@ class WorldState:
         self.world, self.device = world, device
         self.lock = threading.RLock()
         self.stream: torch.cuda.Stream | None = None  # of the last pass
+        self.address = -1  # its cudaStream_t
 
-    def enter_stream(self) -> None:
-        """Orders the next pass into torch's current stream, behind the last pass. Captured passes are ordered among
-        themselves; a graph as a whole is ordered by the stream in which it is replayed."""
+    def enter_stream(self) -> int:
+        """Orders the next pass into torch's current stream, behind the last pass, and returns its cudaStream_t (0 on a
+        CPU). Captured passes are ordered among themselves; a graph as a whole is ordered by the stream in which it is
+        replayed."""
         if self.device.type != "cuda":
-            return
+            return 0
+        address = _current_address(self.device.index)
+        if address == self.address:
+            return address
         stream = torch.cuda.current_stream(self.device)
-        last, self.stream = self.stream, stream
-        if last is not None and last != stream:
+        last, self.stream, self.address = self.stream, stream, address
+        if last is not None:
             with torch.cuda.stream(last):
                 last_capturing = is_capturing()
             if last_capturing == is_capturing():
                 stream.wait_stream(last)
-        self.world.set_stream(stream.cuda_stream)
+        return address
+
+
+def _current_address(device: int) -> int:
+    """The cudaStream_t of torch's current stream."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+# The same in a tenth of the time, where torch has it.
+_current_address = getattr(torch._C, "_cuda_getCurrentRawStream", _current_address)
 
 
 def state_of(world: World, device: torch.device | None) -> WorldState:

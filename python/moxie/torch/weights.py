@@ -7,7 +7,7 @@ choices of storage, both without copies:
   experts  "stacked": one tensor over the experts; "list": one tensor per expert, consecutive views of one buffer
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ import torch
 
 from moxie._errors import InvalidArgumentError
 from moxie._moxie import DType, Problem
-from moxie._weights import Weights
 
 DTYPES = {DType.f32: torch.float32, DType.bf16: torch.bfloat16}
 FUSED, LIST, MAIN_GRAD = 1, 2, 4  # bits of a layout: how the op's list of weights is to be read
@@ -82,6 +81,11 @@ class Part(NamedTuple):
     is_matrix: bool  # gradients of vectors are float32
     fan_in: int
 
+    @property
+    def is_shared(self) -> bool:
+        """Of the shared expert, which all ranks have, and not of routed ones."""
+        return self.name.startswith("shared_")
+
 
 def parts_of(sizes: Sizes, layout: int) -> list[Part]:
     """The parts that a layer has, in the order in which the ops take them."""
@@ -136,15 +140,63 @@ def flatten(weights: ExpertWeights, sizes: Sizes) -> tuple[list[torch.Tensor], i
     return flat, layout
 
 
-def check(flat: Sequence[torch.Tensor], sizes: Sizes, layout: int, device: torch.device) -> None:
-    """Shapes, dtype, device and contiguity of an op's list. Raises InvalidArgumentError. No look at values."""
-    at = 0
-    for part in parts_of(sizes, layout):
-        count = count_of(part, layout)
-        for w in flat[at : at + count]:
+class Storage:
+    """One layout of a layer's weights: what every pass asks about it, worked out once."""
+
+    def __init__(self, sizes: Sizes, layout: int, device: torch.device) -> None:
+        self.sizes, self.device = sizes, device
+        self.parts = parts_of(sizes, layout)
+        self.counts = [count_of(p, layout) for p in self.parts]  # tensors of each part
+        self.in_list = [bool(layout & LIST and p.num_list) for p in self.parts]
+        shapes = zip(self.parts, self.counts, strict=True)
+        self.shapes = [torch.Size(item_shape(p, layout)) for p, count in shapes for _ in range(count)]
+        self.is_fused, self.has_list = bool(layout & FUSED), any(self.in_list)
+
+    def check(self, flat: Sequence[torch.Tensor]) -> None:
+        """Shapes, dtype, device and contiguity of an op's list. Raises InvalidArgumentError. No look at values."""
+        dtype, device = self.sizes.dtype, self.device
+        for w, shape in zip(flat, self.shapes, strict=True):
+            if w.dtype is not dtype or w.shape != shape or w.device != device or not w.is_contiguous():
+                return self._refuse(flat)
+
+    def _refuse(self, flat: Sequence[torch.Tensor]) -> None:
+        names = [p.name for p, n in zip(self.parts, self.counts, strict=True) for _ in range(n)]
+        for name, w, shape in zip(names, flat, self.shapes, strict=True):
             why = "a layer has one dtype and one device"
-            require(f"weights.{part.name}", w, item_shape(part, layout), (sizes.dtype,), device, why)
-        at += count
+            require(f"weights.{name}", w, shape, (self.sizes.dtype,), self.device, why)
+
+    def stacked_parts(self, flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The parts as they are stored, without copies. Raises InvalidArgumentError for a list that is apart."""
+        if not self.has_list:
+            return list(flat)
+        out, at = [], 0
+        for part, count, in_list in zip(self.parts, self.counts, self.in_list, strict=True):
+            out.append(stack(flat[at : at + count], part.name).view(part.shape) if in_list else flat[at])
+            at += count
+        return out
+
+    def addresses(self, parts: Sequence[torch.Tensor]) -> list[int]:
+        """Of stacked parts, or of tensors like them: gate, up, down and the others that there are, for the bindings."""
+        out = [t.data_ptr() for t in parts]
+        if self.is_fused:
+            out.insert(1, out[0] + parts[0].numel() // 2 * parts[0].element_size())
+        return out
+
+    def by_name(self, flat: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """stacked_parts by name, gate_up divided into gate and up."""
+        out = {p.name: t for p, t in zip(self.parts, self.stacked_parts(flat), strict=True)}
+        if self.is_fused:
+            gate_up = out.pop("gate_up")
+            out = {"gate": gate_up[0], "up": gate_up[1], **out}
+        return out
+
+    def as_stored(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Stacked gradients one by one as the weights are stored, in their dtype."""
+        out: list[torch.Tensor] = []
+        for part, grad, in_list in zip(self.parts, grads, self.in_list, strict=True):
+            grad = grad if part.is_matrix else grad.to(self.sizes.dtype)
+            out.extend(grad.view(part.num_list, *part.shape[-1 - part.is_matrix :]).unbind(0) if in_list else [grad])
+        return out
 
 
 def require(
@@ -179,33 +231,6 @@ def stack(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
                 "one buffer; MoE.pack() makes them so"
             )
     return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
-
-
-def stacked(flat: Sequence[torch.Tensor], sizes: Sizes, layout: int) -> dict[str, torch.Tensor]:
-    """The parts of an op's list by name, stacked, without copies; gate_up divided into gate and up."""
-    out: dict[str, torch.Tensor] = {}
-    at = 0
-    for part in parts_of(sizes, layout):
-        count = count_of(part, layout)
-        in_list = layout & LIST and part.num_list
-        out[part.name] = stack(flat[at : at + count], part.name).view(part.shape) if in_list else flat[at]
-        at += count
-    if layout & FUSED:
-        gate_up = out.pop("gate_up")
-        out = {"gate": gate_up[0], "up": gate_up[1], **out}
-    return out
-
-
-def per_rank(tensors: Mapping[str, Any], ranges: Sequence[range], wrap: Any) -> list[Weights]:
-    """moxie.Weights of each rank of this process. ranges: their experts; wrap: makes an array for the bindings."""
-    begin = ranges[0].start
-
-    def part(name: str, t: torch.Tensor, r: range) -> Any:
-        if len(ranges) == 1 or name.startswith("shared_"):
-            return wrap(t)
-        return wrap(t[r.start - begin : r.stop - begin])
-
-    return [Weights(**{name: part(name, t, r) for name, t in tensors.items()}) for r in ranges]
 
 
 # ---- other people's layouts ----

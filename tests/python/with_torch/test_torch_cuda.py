@@ -1,5 +1,7 @@
 """What only a GPU has: graphs, streams, a host that must not wait. Skipped without one."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -144,6 +146,31 @@ def test_the_host_never_waits(gpu, generator):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     gpu.synchronize()
+
+
+def test_passes_of_threads_that_have_not_called_cuda(gpu, generator):
+    """As autograd's has not before the first backward: the driver makes tensor maps only where a context is current."""
+    problem = make_problem(BF16, num_ranks=2, shared=moxie.SharedExpert(intermediate=64))
+    x, ids, route_weights, dy = make_inputs(problem, 30, generator, "cuda")
+    one, other = (make_module(gpu, problem, generator) for _ in range(2))
+    other.load_state_dict(one.state_dict())
+
+    def in_place(call, *arguments, **options):
+        return call(*arguments, **options)
+
+    def in_new_thread(call, *arguments, **options):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call, *arguments, **options).result()
+
+    results = []
+    for module, run in ((one, in_place), (other, in_new_thread)):
+        layer, flat = module.layer, [w.detach() for w in module.flat_weights()]
+        y, token = run(layer.run_forward, x, ids, route_weights, flat, 0, keep=True)
+        dx, d_route_weights, grads = run(layer.run_backward, dy, x, token, flat, 0)
+        results.append([y, dx, d_route_weights, *grads])
+    gpu.synchronize()
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_passes_follow_the_current_stream(gpu, generator):
