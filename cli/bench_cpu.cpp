@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <list>
 #include <optional>
 #include <thread>
 
@@ -41,11 +42,7 @@ class CpuTarget final : public BenchTarget {
     context_ = layer_.make_context();
   }
 
-  void run_once() override {
-    if (!context_) return layer_.infer(inputs, outputs);
-    layer_.forward(inputs, outputs, *context_);
-    layer_.backward(*context_, backward_inputs, backward_outputs);
-  }
+  void run_once() override { run(layer_, context_ ? &*context_ : nullptr); }
   // Backward: the context is that of run_once().
   std::vector<TimedRun> timed_runs() override {
     TimedRun run = timed("moxie", [this] {
@@ -58,8 +55,12 @@ class CpuTarget final : public BenchTarget {
   PlannedRun add_plan(const std::string& name, const Plan& plan) override {
     auto layer = std::make_shared<Layer>(world_, problem, plan);
     others_.push_back(layer);
-    const auto run_once = [this, layer] { layer->infer(inputs, outputs); };
-    return {timed(name, run_once), run_once, layer->plan()};
+    if (context_) contexts_.push_back(layer->make_context());
+    Context* context = context_ ? &contexts_.back() : nullptr;
+    const auto run_once = [this, layer, context] { run(*layer, context); };
+    PlannedRun planned{timed(name, run_once), run_once, layer->plan()};
+    planned.timed.memory_bytes = memory_bytes(*layer, context);
+    return planned;
   }
   void copy(void* to, const void* from, std::size_t num_bytes) const override {
     std::memcpy(to, from, num_bytes);
@@ -69,6 +70,11 @@ class CpuTarget final : public BenchTarget {
   Plan plan() const override { return layer_.plan(); }
 
  private:
+  void run(Layer& layer, Context* context) {
+    if (context == nullptr) return layer.infer(inputs, outputs);
+    layer.forward(inputs, outputs, *context);
+    layer.backward(*context, backward_inputs, backward_outputs);
+  }
   static TimedRun timed(const std::string& name, const std::function<void()>& pass) {
     pass();
     const double estimate_ms = window(pass, 3);
@@ -90,6 +96,7 @@ class CpuTarget final : public BenchTarget {
   std::vector<std::shared_ptr<Layer>> others_;
   std::vector<RankResults> results_;
   std::optional<Context> context_;  // backward
+  std::list<Context> contexts_;     // backward: of others_
 };
 
 }  // namespace

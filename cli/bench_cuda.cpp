@@ -49,12 +49,7 @@ class CudaTarget final : public BenchTarget {
   }
 
   void run_once() override {
-    if (context_) {
-      layer_.forward(inputs, outputs, *context_);
-      layer_.backward(*context_, backward_inputs, backward_outputs);
-    } else {
-      layer_.infer(inputs, outputs);
-    }
+    enqueue(layer_, context_ ? &*context_ : nullptr);
     world_.synchronize();
   }
 
@@ -64,12 +59,16 @@ class CudaTarget final : public BenchTarget {
   PlannedRun add_plan(const std::string& name, const Plan& plan) override {
     auto layer = std::make_shared<Layer>(world_, problem, plan);
     others_.push_back(layer);
-    return {timed(name, forward_of(*layer, inputs), {}),
-            [this, layer] {
-              layer->infer(inputs, outputs);
-              world_.synchronize();
-            },
-            layer->plan()};
+    if (context_) contexts_.push_back(layer->make_context());
+    Context* context = context_ ? &contexts_.back() : nullptr;
+    PlannedRun planned{timed(name, [this, layer, context] { enqueue(*layer, context); }, {}),
+                       [this, layer, context] {
+                         enqueue(*layer, context);
+                         world_.synchronize();
+                       },
+                       layer->plan()};
+    planned.timed.memory_bytes = memory_bytes(*layer, context);
+    return planned;
   }
 
   void copy(void* to, const void* from, std::size_t num_bytes) const override {
@@ -137,6 +136,12 @@ class CudaTarget final : public BenchTarget {
     }
   }
 
+  // What is checked, and what `moxie tune` times.
+  void enqueue(Layer& layer, Context* context) {
+    if (context == nullptr) return layer.infer(inputs, outputs);
+    layer.forward(inputs, outputs, *context);
+    layer.backward(*context, backward_inputs, backward_outputs);
+  }
   std::function<void()> forward_of(Layer& layer, const std::vector<ForwardInput>& from) {
     return [this, &layer, &from] { layer.infer(from, outputs); };
   }

@@ -31,10 +31,11 @@ struct TimedRun {
   std::optional<std::int64_t> memory_bytes = {};
 };
 
-// A further layer on a target's data, under another plan.
+// A further layer on a target's data, under another plan. Direction::backward: forward and
+// backward, because plans move time from one to the other (what is saved is not made again).
 struct PlannedRun {
   TimedRun timed;
-  std::function<void()> run_once;  // returns when y is there
+  std::function<void()> run_once;  // returns when the results are there
   Plan plan;                       // resolved
 };
 

@@ -82,8 +82,6 @@ Work work_of(const TuneOptions& o, const CLI::App& verb) {
   if (!o.modes.empty()) work.scenario.modes = parse_modes(o.modes);
   if (o.rounds != kNotGiven) work.scenario.rounds = o.rounds;
   if (!o.direction.empty()) work.scenario.direction = parse_direction(o.direction);
-  if (work.scenario.direction == Direction::backward)
-    throw Failure("direction backward is not available in `moxie tune` yet; forward is");
   return work;
 }
 
@@ -96,36 +94,58 @@ planner::Machine record_for(const TuneOptions& o, const Scenario& scenario) {
   return planner::machine(planner::find_device(device.empty() ? "h200" : device));
 }
 
-using Bits = std::vector<std::vector<std::byte>>;  // y of every rank
+// y of every rank; backward: and all gradients.
+std::vector<TensorView> results_of(const BenchTarget& target) {
+  std::vector<TensorView> results;
+  for (const ForwardOutput& out : target.outputs) results.push_back(out.y);
+  for (const BackwardOutput& out : target.backward_outputs) {
+    const WeightGrads& g = out.grads;
+    results.insert(results.end(),
+                   {out.dx, out.d_route_weights, g.gate, g.up, g.down, g.gate_bias, g.up_bias,
+                    g.down_bias, g.shared_gate, g.shared_up, g.shared_down, g.shared_output_gate});
+  }
+  std::erase_if(results, [](const TensorView& view) { return view.absent(); });
+  return results;
+}
+
+using Bits = std::vector<std::vector<std::byte>>;
 Bits bits_of(const BenchTarget& target, const std::function<void()>& run_once) {
+  const std::vector<TensorView> results = results_of(target);
   Bits bits;
-  for (const ForwardOutput& out : target.outputs) {  // nothing of an earlier pass is left
-    bits.emplace_back(
-        static_cast<std::size_t>(out.y.shape.num_elements() * size_bytes(out.y.dtype)),
-        std::byte{0xff});
-    target.copy(out.y.data, bits.back().data(), bits.back().size());
+  for (const TensorView& view : results) {  // nothing of an earlier pass is left
+    bits.emplace_back(static_cast<std::size_t>(view.shape.num_elements() * size_bytes(view.dtype)),
+                      std::byte{0xff});
+    target.copy(view.data, bits.back().data(), bits.back().size());
   }
   run_once();
-  for (std::size_t rank = 0; rank < bits.size(); ++rank)
-    target.copy(bits[rank].data(), target.outputs[rank].y.data, bits[rank].size());
+  for (std::size_t i = 0; i < bits.size(); ++i)
+    target.copy(bits[i].data(), results[i].data, bits[i].size());
   return bits;
 }
 
+const char* results_name(Direction direction) {
+  return direction == Direction::forward ? "y" : "y or a gradient";
+}
+
 TuneResult tune_layer(const BenchCase& layer, const Scenario& wanted,
-                      const planner::Machine& machine, const TuneOptions& o, Progress& progress) {
+                      const planner::Machine& machine, const TuneOptions& o,
+                      const std::string& cache, Progress& progress) {
   Scenario scenario = wanted;
   scenario.plan = pipeline::default_plan(layer.problem);
   TuneResult result;
-  progress.show(layer.name + ": choosing plans", 0);
-  std::vector<Candidate> candidates =
-      tune_candidates(layer, machine, scenario, static_cast<std::size_t>(o.candidates));
   progress.show(layer.name + ": weights", 0);
   const std::unique_ptr<BenchTarget> target = make_target(scenario, layer);
   result.machine = target->machine();
+  progress.show(layer.name + ": choosing plans", 0);
+  const planner::CachedPlan forward_plan =
+      planner::find_plan(cache, planner::PlanKey{layer.problem, result.machine});
+  std::vector<Candidate> candidates = tune_candidates(
+      layer, machine, scenario, static_cast<std::size_t>(o.candidates), forward_plan.plan);
   const Bits reference = bits_of(*target, [&] { target->run_once(); });
   progress.show(layer.name + ": check against FP64", 0);
   BenchRow& row = result.row;
   row = {.shape = layer.name,
+         .direction = scenario.direction,
          .problem = target->problem,
          .plan = target->plan(),
          .tokens = layer.tokens,
@@ -134,18 +154,19 @@ TuneResult tune_layer(const BenchCase& layer, const Scenario& wanted,
          .modes = scenario.modes};
   if (!(row.max_rel_l2 <= kMostError)) {
     throw Failure(
-        fmt::format("{}: y is off by {:.1e} (relative L2 of one token), at most {:.0e} is "
+        fmt::format("{}: {} is off by {:.1e} (relative L2 of one row), at most {:.0e} is "
                     "right; nothing was timed",
-                    layer.name, row.max_rel_l2, kMostError));
+                    layer.name, results_name(scenario.direction), row.max_rel_l2, kMostError));
   }
   std::vector<TimedRun> runs;
   const auto add = [&](const std::string& run, const Candidate& candidate) {
     progress.show(layer.name + ": same bits", 0);
     const PlannedRun planned = target->add_plan(run, candidate.plan);
     if (bits_of(*target, planned.run_once) != reference) {
-      throw Failure(fmt::format("{}: y has not the default plan's bits with {}; nothing was timed",
-                                layer.name, candidate.what));
+      throw Failure(fmt::format("{}: {} has not the default plan's bits with {}; nothing was timed",
+                                layer.name, results_name(scenario.direction), candidate.what));
     }
+    row.memory_bytes[run] = *planned.timed.memory_bytes;
     runs.push_back(planned.timed);
   };
   for (std::size_t i = 0; i < candidates.size(); ++i) {
@@ -201,13 +222,17 @@ int tune(const TuneOptions& o, const CLI::App& verb, const std::vector<std::stri
                  {"rows", Json::array()}};
   for (const BenchCase& layer : work.layers) {
     Progress progress;
-    TuneResult result = tune_layer(layer, work.scenario, machine, o, progress);
+    TuneResult result = tune_layer(layer, work.scenario, machine, o, cache, progress);
     progress.clear();
     if (!cache.empty()) {
-      planner::store_plan(cache, {layer.problem, result.machine, planner::Passes::forward},
-                          result.candidates[result.kept].plan,
+      planner::PlanKey key{layer.problem, result.machine, passes_of(work.scenario.direction)};
+      planner::store_plan(cache, key, result.candidates[result.kept].plan,
                           measured_json(result, work.scenario));
       result.stored = cache;
+      key.passes = planner::Passes::both;
+      if (work.scenario.direction == Direction::forward && planner::find_plan(cache, key).plan)
+        result.notes.push_back(
+            "layers take the plan tuned for both passes first; --direction backward renews it");
     }
     if (table) fmt::print("{}", tune_table(result));
     std::fflush(stdout);
@@ -241,7 +266,9 @@ Verb add_tune(CLI::App& app, const std::vector<std::string>& command) {
   text("--shapes", "A,B,...", "only these shapes of the scenario", o.shapes);
   text("--modes", "M,M", "burst, sustained; the first one decides [burst, or the scenario's]",
        o.modes);
-  text("--direction", "D", "forward; backward is not there yet", o.direction);
+  text("--direction", "D",
+       "forward; backward: a forward that saves, and the backward [forward, or the scenario's]",
+       o.direction);
   add_integer(*verb, "--rounds", o.rounds, Range{3, 1'000'000},
               "times each plan has its turn [7, or the scenario's]");
   add_integer(*verb, "--candidates", o.candidates, Range{1, 64},

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "cli/bench_report.h"
-#include "moxie/planner/device.h"
+#include "moxie/planner/choose.h"
 
 namespace moxie::cli {
 
@@ -15,11 +15,17 @@ struct Candidate {
   std::optional<double> predicted_ms;  // absent where the record is not of this machine
   bool first_choice = false;           // of the planner
 };
+// What a tuned plan is for. Direction::backward is of layers that train: a pass is a forward that
+// saves and the backward.
+planner::Passes passes_of(Direction direction);
+
 // The default plan, then the planner's choice, then its next ones: at most `most` besides the
-// default plan. They differ in what the forward pass feels only: a backward pass keeps the default
-// plan's memory and knobs, and a capacity is the proven one.
+// default plan; a capacity is the proven one. Forward: they differ in what the forward pass feels
+// only. Backward: in what the backward feels only; `forward_plan`, tuned before, is the first of
+// them and what the others change.
 std::vector<Candidate> tune_candidates(const BenchCase& layer, const planner::Machine& machine,
-                                       const Scenario& scenario, std::size_t most);
+                                       const Scenario& scenario, std::size_t most,
+                                       const std::optional<Plan>& forward_plan);
 
 // Quotients of turns of the same round: what warms up or slows down treats both alike.
 struct Ratios {

@@ -21,6 +21,10 @@ Ratios ratios(const BenchRow& row, const std::string& run, BenchMode mode) {
   return ratios_of(row.samples.at({run, mode}), row.samples.at({kDefaultRun, mode}));
 }
 
+const char* passes_name(Direction direction) {
+  return direction == Direction::forward ? "forward" : "forward and backward";
+}
+
 Json to_json(const Ratios& r) { return {{"median", r.median}, {"p10", r.p10}, {"p90", r.p90}}; }
 
 std::string percent_faster(double ratio) { return fmt::format("{:.1f} %", 100 * (1 - ratio)); }
@@ -28,7 +32,8 @@ std::string percent_faster(double ratio) { return fmt::format("{:.1f} %", 100 * 
 std::string table_line(const BenchRow& row, const std::string& what, const std::string& run,
                        const std::optional<double>& predicted_ms, BenchMode mode) {
   const Samples ms = milliseconds(row.samples.at({run, mode}));
-  std::string text = fmt::format("  {:<10}{:>10}{:>11.3f}{:>10.3f}{:>10.3f}", name(mode),
+  std::string text = fmt::format("  {:<10}{:>7.2f}{:>10}{:>11.3f}{:>10.3f}{:>10.3f}", name(mode),
+                                 static_cast<double>(row.memory_bytes.at(run)) * 1e-9,
                                  predicted_ms ? fmt::format("{:.3f}", *predicted_ms) : "-",
                                  ms.median(), ms.percentile(10), ms.percentile(90));
   if (run == kDefaultRun) return text + fmt::format("{:>25}  {}\n", "1", what);
@@ -92,11 +97,11 @@ bool clearly_faster(const BenchRow& row, const std::string& run) {
 std::string tune_table(const TuneResult& t) {
   const Problem& p = t.row.problem;
   std::string text = fmt::format(
-      "{}: {} rank{}, at most {} tokens each; y off by {:.1e}, {} plans, all the same bits\n"
-      "  {:<10}{:>10}{:>11}{:>10}{:>10}{:>25}  {}\n",
-      t.row.shape, p.num_ranks, p.num_ranks == 1 ? "" : "s", p.max_tokens, t.row.max_rel_l2,
-      t.runs.size(), "ms, load", "predicted", "median", "p10", "p90", "ratio (p10 .. p90)",
-      "differs from the default plan by");
+      "{}, {}: {} rank{}, at most {} tokens each; off by {:.1e}, {} plans, all the same bits\n"
+      "  {:<10}{:>7}{:>10}{:>11}{:>10}{:>10}{:>25}  {}\n",
+      t.row.shape, passes_name(t.row.direction), p.num_ranks, p.num_ranks == 1 ? "" : "s",
+      p.max_tokens, t.row.max_rel_l2, t.runs.size(), "ms, load", "GB", "predicted", "median", "p10",
+      "p90", "ratio (p10 .. p90)", "differs from the default plan by");
   for (const BenchMode mode : t.row.modes) {
     for (std::size_t i = 0; i < t.runs.size(); ++i) {
       text +=
@@ -131,6 +136,7 @@ Json to_json(const TuneResult& t) {
     Json plan = {{"what", c.what},
                  {"first_choice", c.first_choice},
                  {"predicted_ms", c.predicted_ms ? Json(*c.predicted_ms) : Json()},
+                 {"memory_bytes", t.row.memory_bytes.at(t.runs[i])},
                  {"plan", planner::to_json(c.plan)}};
     for (const BenchMode mode : t.row.modes) {
       const auto& times = t.row.samples.at({t.runs[i], mode});
@@ -152,7 +158,8 @@ Json to_json(const TuneResult& t) {
   for (const BenchMode mode : t.row.modes)
     noise[name(mode)] = to_json(ratios(t.row, kNoiseRun, mode));
   return {{"shape", t.row.shape},
-          {"direction", "forward"},
+          {"direction", name(t.row.direction)},
+          {"passes", name(passes_of(t.row.direction))},
           {"problem", planner::to_json(t.row.problem)},
           {"tokens_per_rank", t.row.tokens},
           {"max_rel_l2", t.row.max_rel_l2},

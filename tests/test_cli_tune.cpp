@@ -1,6 +1,8 @@
 // `moxie tune` on the CPU: measures plans, keeps one or the default, stores it where a layer finds
 // it; wrong command lines and files are refused; `moxie doctor --record` refuses without CUDA.
+#include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "tests/support/cli_runner.h"
 
@@ -58,6 +60,50 @@ TEST_F(CliTune, MeasuresStoresAndIsFoundByALayer) {
   EXPECT_EQ(nlohmann::json::parse(none.out)["plan_source"]["origin"], "default");
 }
 
+// What forward's tuning found is where backward's begins, and a layer finds the plan for both
+// passes.
+TEST_F(CliTune, BackwardTunesWhatTrainingTakes) {
+  const std::string layer = kLayer + "--rounds 3 --cache c.json --commit abc ";
+  ASSERT_EQ(moxie("tune " + layer + "--candidates 1").code, 0);
+  auto cache = nlohmann::json::parse(read("c.json"));
+  ASSERT_EQ(cache["entries"].size(), 1u);
+  cache["entries"][0]["plan"]["band_blocks"] = 3;  // as if it had won
+  write("c.json", cache.dump());
+
+  const CliResult result =
+      moxie("tune --direction backward " + layer + "--candidates 8 --json r.json");
+  ASSERT_EQ(result.code, 0) << result.err;
+  EXPECT_NE(result.out.find("forward and backward: "), std::string::npos) << result.out;
+  const auto row = nlohmann::json::parse(read("r.json"))["rows"][0];
+  EXPECT_EQ(row["direction"], "backward");
+  EXPECT_EQ(row["passes"], "both");
+  EXPECT_EQ(row["plans"][0]["what"], "default");
+  EXPECT_EQ(row["plans"][1]["what"], "band_blocks 3");
+  const auto& plain = row["plans"][0]["plan"];
+  std::set<std::string> differing;
+  std::map<std::string, std::int64_t> memory;  // by what is saved
+  for (const auto& plan : row["plans"]) {
+    EXPECT_EQ(plan["burst"]["samples"].size(), 3u);
+    for (const auto& [key, value] : plan["plan"].items())
+      if (value != plain[key]) differing.insert(key);
+    memory[plan["plan"]["save"]] = plan["memory_bytes"];
+  }
+  for (const char* knob :
+       {"save", "minibatch_blocks", "lag_chunks", "chunk_blocks", "backward_ring_blocks"})
+    EXPECT_TRUE(differing.contains(knob)) << knob << " in " << row["plans"].dump(1);
+  for (const char* knob : {"order", "num_slabs", "x_ring_blocks", "capacity_rows"})
+    EXPECT_FALSE(differing.contains(knob)) << knob;
+  EXPECT_LT(memory.at("none"), memory.at("z"));
+
+  cache = nlohmann::json::parse(read("c.json"));
+  ASSERT_EQ(cache["entries"].size(), 2u);
+  EXPECT_EQ(cache["entries"][1]["key"]["passes"], "both");
+  EXPECT_LE(cache["entries"][1]["measured"]["plan_ms"],
+            cache["entries"][1]["measured"]["default_ms"]);
+  const CliResult again = moxie("tune " + layer + "--candidates 1");
+  EXPECT_NE(again.out.find("plan tuned for both passes first"), std::string::npos) << again.out;
+}
+
 TEST_F(CliTune, TunesTheLayersOfAScenario) {
   const CliResult result =
       moxie("tune --scenario " MOXIE_SOURCE_DIR
@@ -77,7 +123,7 @@ TEST_F(CliTune, WhatIsWrongIsRefusedBeforeAnyWork) {
   expect_error("tune --rounds 2", 2, {"--rounds is 2", "at least 3"});
   expect_error("tune --hidden 100", 2, {"--hidden is 100", "nearest legal value 128"});
   expect_error("tune --routing router", 2, {"'router'", "uniform"});
-  expect_error("tune --direction backward", 1, {"backward", "forward is"});
+  expect_error("tune --direction sideways", 2, {"'sideways'", "backward"});
   expect_error("tune --devices 0,1", 2, {"--devices", "--backend cuda"});
   expect_error("tune --device h300 " + kLayer, 2, {"'h300'", "h100"});
   expect_error("tune --backend cuda " + kLayer, 1, {"--backend cuda"});

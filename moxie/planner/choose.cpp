@@ -115,7 +115,7 @@ PlanChoice choose_plan(const PlanRequest& request, const Machine& machine) {
                                          [&](const RatedPlan& a) { return a.what == plan.what; }))
       continue;
     const bool memory_only = only_memory(best.knobs, other.knobs);
-    if (memory_only && ++num_memory_only > 1) continue;
+    if (memory_only && ++num_memory_only > 1 && !request.with_memory_only) continue;
     if (quick)
       search.simulate_whole(plan, nullptr, nullptr);
     else

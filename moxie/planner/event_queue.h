@@ -5,7 +5,9 @@
 // lie in a heap. With one heap for all, its levels and its cache misses grew with the ranks; here
 // an event costs the same however many wait. What lies beyond the ring waits in a heap of its own.
 #pragma once
+#include <algorithm>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace moxie::planner {
@@ -26,6 +28,9 @@ class EventHeap {
  public:
   bool empty() const { return heap_.empty(); }
   const QueuedEvent& top() const { return heap_[0]; }
+  std::span<const QueuedEvent> top_level() const {  // the next event, and among them the second
+    return std::span(heap_).first(std::min<std::size_t>(heap_.size(), 5));
+  }
   void push(const QueuedEvent& event) {
     heap_.push_back(event);
     std::size_t at = heap_.size() - 1;
@@ -68,7 +73,8 @@ class EventHeap {
 class EventQueue {
  public:
   bool empty() const { return size_ == 0; }
-  std::uint32_t next() const { return present_.top().id; }  // of a queue that is not empty
+  // The next event first, and some of those after it.
+  std::span<const QueuedEvent> upcoming() const { return present_.top_level(); }
   void push(Time time, std::uint32_t id) {
     const QueuedEvent event{time, order_++, id};
     const std::int64_t span = time >> kSpanShift;
@@ -76,8 +82,7 @@ class EventQueue {
     if (span <= now_span_) {
       present_.push(event);
     } else if (span < now_span_ + kSpans) {
-      spans_[static_cast<std::size_t>(span & (kSpans - 1))].push_back(event);
-      ++in_spans_;
+      append(span, event);
     } else {
       beyond_.push(event);
     }
@@ -98,18 +103,30 @@ class EventQueue {
     while (!beyond_.empty() && beyond_.top().time >> kSpanShift < now_span_ + kSpans) {
       const QueuedEvent event = beyond_.pop();
       const std::int64_t span = event.time >> kSpanShift;
-      spans_[static_cast<std::size_t>(span & (kSpans - 1))].push_back(event);
-      ++in_spans_;
+      append(span, event);
     }
     std::vector<QueuedEvent>& due = spans_[static_cast<std::size_t>(now_span_ & (kSpans - 1))];
+    if (due.empty()) return;
     for (const QueuedEvent& event : due) present_.push(event);
     in_spans_ -= due.size();
     due.clear();
+    spare_.push_back(std::move(due));
+  }
+  void append(std::int64_t span, const QueuedEvent& event) {
+    std::vector<QueuedEvent>& list = spans_[static_cast<std::size_t>(span & (kSpans - 1))];
+    if (list.capacity() == 0 && !spare_.empty()) {
+      list.swap(spare_.back());
+      spare_.pop_back();
+    }
+    list.push_back(event);
+    ++in_spans_;
   }
 
   EventHeap present_, beyond_;
   std::vector<std::vector<QueuedEvent>> spans_ =
       std::vector<std::vector<QueuedEvent>>(static_cast<std::size_t>(kSpans));
+  std::vector<std::vector<QueuedEvent>>
+      spare_;  // memory of lists, the last one used still in cache
   std::int64_t now_span_ = 0;
   std::size_t size_ = 0, in_spans_ = 0;
   std::uint32_t order_ = 0;

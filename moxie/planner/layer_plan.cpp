@@ -91,6 +91,17 @@ Choice choose(const Problem& p, const MachineId& id, double model_error) {
                         "model's error of {:.0f} %",
                         percent(best_ms, plain_ms), record, 100 * model_error)};
   }
+  // A layer may be asked for its backward pass, too.
+  SimOptions training = options;
+  training.direction = Direction::backward;
+  const double plain_back_ms = simulate(p, plain, routing, m, training).ms,
+               best_back_ms = simulate(p, best, routing, m, training).ms;
+  if (best_back_ms > plain_back_ms) {
+    return {{},
+            fmt::format("the best plan of the forward pass is predicted {:.1f} % slower in the "
+                        "backward pass on {}",
+                        -percent(best_back_ms, plain_back_ms), record)};
+  }
   return {best, fmt::format("planner: {:.3f} ms predicted on {}, {:.1f} % faster than the default "
                             "plan",
                             best_ms, record, percent(best_ms, plain_ms))};

@@ -138,41 +138,83 @@ bool Simulation::ready(RankState& r, const Task& task) const {
   return false;
 }
 
-// Runs tickets in order until `end`.
+// False: no ticket is left.
+bool Simulation::claim_tile(Worker& w) {
+  RankState& r = *w.rank;
+  w.has_task = r.ticket < r.tickets_end;
+  if (!w.has_task) return false;
+  const std::int64_t ticket = r.ticket++;
+  w.task = forward() ? r.forward.task(ticket) : r.backward.task(ticket);
+  return true;
+}
+
+void Simulation::begin_tile(Worker& w) {
+  RankState& r = *w.rank;
+  const TileCost cost = known_cost(r, w.task);
+  w.has_task = false;
+  w.begin = now_;
+  w.step = Step::product;
+  queue_.push(std::max(r.memory.serve(now_, cost.bytes),
+                       now_ + static_cast<Time>(cost.cycles * r.cycle_ps)),
+              w.id);
+}
+
+// The product has ended: its pieces leave, its counters grow, the next tile begins. False: that is
+// for the program to do, which has to wait for something.
+bool Simulation::finish_tile(Worker& w) {
+  RankState& r = *w.rank;
+  const Task& task = w.task;
+  const bool shared = task.kind == TaskKind::wgrad ? r.backward.shared(task.chunk)
+                                                   : r.table.is_shared(task.block),
+             leaves = task.kind == TaskKind::fc2 || task.kind == TaskKind::dx;
+  const auto later_step = [&](Step step) {
+    w.step = step;
+    queue_.push(w.push_free, w.id);
+    return true;
+  };
+  if (w.step == Step::product) {
+    record(w, trace_kind(task.kind), task.kind == TaskKind::wgrad ? task.chunk : task.block.v,
+           task.tile, shared, w.begin, now_);
+    used(w, Use::gemm, w.begin);
+    w.begin = now_;
+    if (leaves && !shared && w.push_free > now_) return later_step(Step::push);
+    w.step = Step::push;
+  }
+  if (leaves && w.step == Step::push) {
+    combine_tile(w, task);
+    if (!gpu() && !shared && !combine_by_comm() && w.push_free > now_)
+      return later_step(Step::pushed);
+  }
+  if (leaves) {
+    used(w, Use::communicate, w.begin);
+    if (!shared && !combine_by_comm() && (now_ > w.begin || !gpu()))
+      record(w, trace::Kind::combine, task.block.v, task.tile, false, w.begin, now_);
+  }
+  const auto b = static_cast<std::size_t>(task.block.v);
+  switch (task.kind) {
+    case TaskKind::fc1:
+    case TaskKind::dgrad: add(r.fc1_done[b], 1); break;
+    case TaskKind::fc2: add(r.fc2_done[b], 1); break;
+    case TaskKind::dx:
+    case TaskKind::wgrad: add(r.trail_done[static_cast<std::size_t>(task.chunk)], 1); break;
+  }
+  add(r.tasks_done, 1);
+  w.step = Step::program;
+  if (!claim_tile(w) || !ready(r, w.task)) return false;
+  begin_tile(w);
+  return true;
+}
+
+// Runs tickets in order until `end`, which is the same for all workers of a rank. Tiles that have
+// nothing to wait for follow each other in finish_tile: a program that resumes costs ten cache
+// lines, a tile that ends one.
 Process Simulation::compute_tiles(Worker& w, std::int64_t end) {
   RankState& r = *w.rank;
-  while (r.ticket < end) {
-    const std::int64_t ticket = r.ticket++;
-    const Task task = forward() ? r.forward.task(ticket) : r.backward.task(ticket);
-    if (!ready(r, task)) co_await wait_for_task(w, task, ticket);
-    const TileCost cost = known_cost(r, task);
-    const Time begin = now_;
-    const Time done = std::max(r.memory.serve(now_, cost.bytes),
-                               now_ + static_cast<Time>(cost.cycles * r.cycle_ps));
-    co_await sleep(w, done);
-    const bool shared = task.kind == TaskKind::wgrad ? r.backward.shared(task.chunk)
-                                                     : r.table.is_shared(task.block);
-    record(w, trace_kind(task.kind), task.kind == TaskKind::wgrad ? task.chunk : task.block.v,
-           task.tile, shared, begin, now_);
-    used(w, Use::gemm, begin);
-    if (task.kind == TaskKind::fc2 || task.kind == TaskKind::dx) {
-      const Time pushes = now_;
-      if (!shared) co_await sleep(w, w.push_free);  // until the tile before has left
-      combine_tile(w, task);
-      if (!gpu() && !shared && !combine_by_comm()) co_await sleep(w, w.push_free);
-      used(w, Use::communicate, pushes);
-      if (!shared && !combine_by_comm() && (now_ > pushes || !gpu()))
-        record(w, trace::Kind::combine, task.block.v, task.tile, false, pushes, now_);
-    }
-    const auto b = static_cast<std::size_t>(task.block.v);
-    switch (task.kind) {
-      case TaskKind::fc1:
-      case TaskKind::dgrad: add(r.fc1_done[b], 1); break;
-      case TaskKind::fc2: add(r.fc2_done[b], 1); break;
-      case TaskKind::dx:
-      case TaskKind::wgrad: add(r.trail_done[static_cast<std::size_t>(task.chunk)], 1); break;
-    }
-    add(r.tasks_done, 1);
+  r.tickets_end = end;
+  bool claimed = claim_tile(w);
+  while (claimed) {
+    if (!ready(r, w.task)) co_await wait_for_task(w, w.task, r.ticket - 1);
+    claimed = co_await Tiles{*this, w};
   }
 }
 

@@ -27,10 +27,12 @@ Simulation::Simulation(const Problem& problem, const Plan& plan, const RoutingCo
       domain_(std::max<std::int64_t>(1, machine.domain_ranks())) {
   const std::int64_t count = options.symmetric ? 1 : problem.num_ranks;
   for (std::int64_t r = 0; r < count; ++r) build_rank(r);
+  const Crew each = crew();
+  workers_.reserve(static_cast<std::size_t>(count * (each.comm + each.compute)));
   for (const auto& r : ranks_) {
     if (dispatch_by_push()) options.symmetric ? mirror_pushes(*r) : build_push(*r);
     judge_power(*r);
-    add_workers(*r);
+    add_workers(*r, each);
   }
 }
 
@@ -158,7 +160,7 @@ void Simulation::mirror_pushes(RankState& r) {
   }
 }
 
-void Simulation::add_workers(RankState& r) {
+Simulation::Crew Simulation::crew() const {
   const std::int64_t sms = machine_.num_sms() - options_.reserve_sms;
   if (gpu() && plan_.comm_workers >= sms) {
     throw Error(
@@ -173,13 +175,19 @@ void Simulation::add_workers(RankState& r) {
     comm = split() ? 1 : spare ? sms : plan_.comm_workers;
     compute = split() ? sms - 1 : sms - plan_.comm_workers;
   }
-  for (std::int64_t i = 0; i < comm + compute; ++i) {
+  return {comm, compute, spare};
+}
+
+void Simulation::add_workers(RankState& r, const Crew& crew) {
+  for (std::int64_t i = 0; i < crew.comm + crew.compute; ++i) {
     Worker* w = &workers_.emplace_back();
     w->rank = &r;
     w->id = static_cast<std::uint32_t>(workers_.size() - 1);
-    w->role = i < comm ? Role::comm : Role::compute;
-    w->idx = static_cast<std::int32_t>(i < comm ? i : i - comm);
-    w->spare = spare && w->role == Role::comm;
+    w->role = i < crew.comm ? Role::comm : Role::compute;
+    w->idx = static_cast<std::int32_t>(i < crew.comm ? i : i - crew.comm);
+    w->spare = crew.spare && w->role == Role::comm;
+    w->is_cta = w->role == Role::compute || (gpu() && !w->spare);
+    ++r.uses[w->is_cta ? 0 : 1].workers;
     w->dispatch_gbps = machine_[w->spare            ? Field::spare_warp_gbps
                                 : !split() && gpu() ? Field::sm_beside_gbps
                                                     : Field::sm_pull_gbps];

@@ -2,7 +2,7 @@
 // programs. The roles are in sim_comm.cpp and sim_compute.cpp, named as in backend_cpu.
 #pragma once
 #include <coroutine>
-#include <deque>
+#include <cstddef>
 #include <memory>
 #include <vector>
 
@@ -18,20 +18,37 @@ namespace moxie::planner {
 
 struct RankState;
 
-struct Worker {
+// Where a worker goes on when its time has come.
+enum class Step : std::uint8_t {
+  program,  // its coroutine
+  product,  // of w.task, ends
+  push,     // of the tile before has left, that of w.task may begin
+  pushed,   // that of w.task has left, too
+};
+
+// Most events are tiles' ends. One must not cost the cache more than one line of a worker:
+// tens of thousands take their turns.
+struct alignas(64) Worker {
   RankState* rank = nullptr;
+  pipeline::Task task;              // claimed last
+  Time begin = 0;                   // of what it does now
+  Time push_free = 0;               // its last push has left then
+  std::coroutine_handle<> goes_on;  // where its program resumes
   std::uint32_t id = 0;
-  std::int32_t idx = 0;
+  Step step = Step::program;
+  bool has_task = false;  // claimed and not begun
+  bool is_cta = false;    // which of RankState::uses it adds to
+
+  std::int32_t idx = 0;  // from here on: not of tiles
   Role role = Role::comm;
   bool spare = false;  // warps of a CTA that a compute worker is counted for
   double dispatch_gbps = 0, merge_gbps = 0;
   Process program;
   Worker* next_waiter = nullptr;
   std::uint32_t wanted = 0;
-  Time push_free = 0;  // its last push has left then
   Time done = -1;
-  std::array<Time, kNumUses> use{};
 };
+static_assert(offsetof(Worker, idx) <= 64);
 
 // A count that workers wait for, and those that do.
 struct Counter {
@@ -54,41 +71,51 @@ struct Gathered {
   Time last = 0;
 };
 
-struct RankState {
-  RankId me;
-  std::int64_t num_tokens = 0;
-  // tables
-  std::vector<std::int64_t> row_prefix, step_ticket;
-  std::vector<std::int32_t> source_begin, expert_block, chunk_block, chunk_expert, chunk_after;
+struct alignas(64) RankState {
+  // What every tile asks for, side by side: with tens of ranks each tile is another rank's, and
+  // finds in the first-level cache what the rank has few lines of.
+  std::int64_t ticket = 0, tickets_end = 0;  // next one, and the end of this phase's
+  std::int64_t ready_chunk = -1;             // wgrad tiles of this chunk have nothing to wait for
+  double cycle_ps = 0;
+  Server memory;
+  Counter tasks_done;
+  std::vector<std::uint32_t> lead_tiles;        // [num_blocks] FC1 (dgrad) tiles
+  std::vector<TileCost> lead_cost, trail_cost;  // [num_blocks] FC1 (dgrad), FC2 (dX)
+  std::vector<Counter> x_ready, fc1_done, fc2_done, trail_done;
+  std::vector<std::int32_t> minibatch_rows;
   pipeline::BlockTable table;
   pipeline::ForwardStream forward;
   pipeline::BackwardStream backward;
-  std::int64_t num_tickets = 0, routed_blocks = 0;
   std::vector<std::int32_t> block_rows, block_expert;  // [num_blocks]
   std::vector<std::int32_t> source_of;                 // [routed_blocks + 1] into sources
   std::vector<BlockSource> sources;
+  Port link, network;
+  struct {
+    std::int64_t workers = 0;
+    std::array<Time, kNumUses> use{};  // summed over them
+  } uses[2];                           // CTAs (as_plan: compute workers), all others
+
+  RankId me;
+  std::int64_t num_tokens = 0, num_tickets = 0, routed_blocks = 0;
+  std::int64_t dispatch_unit = 0, combine_unit = 0, merge_unit = 0;
+  std::int64_t wave_kind = -1, wave_band = -1, wave_begin = 0;
+  // tables
+  std::vector<std::int64_t> row_prefix, step_ticket;
+  std::vector<std::int32_t> source_begin, expert_block, chunk_block, chunk_expert, chunk_after,
+      chunk_rows;
   pipeline::PushTable push;
   std::vector<std::int32_t> push_first_row, push_expert_block, push_shared_blocks, push_unit_begin;
   std::vector<PushUnit> push_units;  // symmetric simulation: what peers push here, mirrored
   std::vector<float> fresh;          // [R, E_local] share of rows that dispatch moves; empty: all
-  std::vector<std::int32_t> minibatch_rows, chunk_rows;
-  std::vector<std::uint32_t> lead_tiles;        // [num_blocks] FC1 (dgrad) tiles
-  std::vector<TileCost> lead_cost, trail_cost;  // [num_blocks] FC1 (dgrad), FC2 (dX)
   // counters
-  std::vector<Counter> x_ready, fc1_done, fc2_done, trail_done, y_ready;
-  Counter stage_done, schedule_ready, shared_done, merge_done, tasks_done, closed;
+  std::vector<Counter> y_ready;
+  Counter stage_done, schedule_ready, shared_done, merge_done, closed;
   std::array<Counter, pipeline::kMaxPhases> phase;
-  std::int64_t ticket = 0, dispatch_unit = 0, combine_unit = 0, merge_unit = 0;
-  std::int64_t ready_chunk = -1;  // wgrad tiles of this chunk have nothing to wait for
-  std::int64_t wave_kind = -1, wave_band = -1, wave_begin = 0;
   Gathered inputs_ready, agreement;
   std::array<Gathered, pipeline::kMaxSlabs> returns_done;
   std::array<std::int64_t, pipeline::kMaxSlabs> slab_pieces{};
   std::array<Time, pipeline::kMaxSlabs> slab_time{};
-  // machine
-  Port link, network;
-  Server memory;
-  double cycle_ps = 0, stretch = 1;
+  double stretch = 1;
   Time end = 0;
 };
 
@@ -107,12 +134,19 @@ class Simulation {
   void mirror_pushes(RankState& r);
   void price_tasks(RankState& r);
   void judge_power(RankState& r);
-  void add_workers(RankState& r);
+  struct Crew {
+    std::int64_t comm = 0, compute = 0;
+    bool spare = false;  // the communication workers are spare warps
+  };
+  Crew crew() const;  // of every rank
+  void add_workers(RankState& r, const Crew& crew);
   double gemm_cycles(const RankState& r) const;
   double moved_bytes(const RankState& r) const;
   std::int64_t sharers(const RankState& r, BlockId b) const;
   TileCost task_cost(const RankState& r, const pipeline::Task& task) const;
   TileCost known_cost(const RankState& r, const pipeline::Task& task) const;
+
+  void ask_for_next() const;
 
   // simulate.cpp, sim_comm.cpp, sim_compute.cpp: one program per worker
   Process program(Worker& w);
@@ -133,6 +167,9 @@ class Simulation {
   Process finish_pass(Worker& w);
   Process compute_tiles(Worker& w, std::int64_t end);
   Process wait_for_task(Worker& w, const pipeline::Task& task, std::int64_t ticket);
+  bool claim_tile(Worker& w);
+  void begin_tile(Worker& w);
+  bool finish_tile(Worker& w);
   void combine_tile(Worker& w, const pipeline::Task& task);
   bool ready(RankState& r, const pipeline::Task& task) const;
 
@@ -143,10 +180,22 @@ class Simulation {
     Time until;
     bool await_ready() const noexcept { return until <= sim.now_; }
     void await_suspend(std::coroutine_handle<> h) const {
-      sim.goes_on_[w.id] = h;
+      w.goes_on = h;
       sim.queue_.push(until, w.id);
     }
     void await_resume() const noexcept {}
+  };
+  // The worker's tile, and those after it that have nothing to wait for. True if it has claimed one
+  // that has.
+  struct Tiles {
+    Simulation& sim;
+    Worker& w;
+    bool await_ready() const noexcept { return false; }
+    void await_suspend(std::coroutine_handle<> h) const {
+      w.goes_on = h;
+      sim.begin_tile(w);
+    }
+    bool await_resume() const noexcept { return w.has_task; }
   };
   struct Await {
     Simulation& sim;
@@ -168,7 +217,7 @@ class Simulation {
   void add(Counter& counter, std::uint32_t amount);
   void later(Time time, Counter& counter, std::uint32_t amount);
   void used(Worker& w, Use use, Time since) {
-    w.use[static_cast<std::size_t>(use)] += now_ - since;
+    w.rank->uses[w.is_cta ? 0 : 1].use[static_cast<std::size_t>(use)] += now_ - since;
   }
   void record(const Worker& w, trace::Kind kind, std::int64_t block, std::int64_t tile, bool shared,
               Time begin, Time end, WaitFor what = WaitFor::inputs_ready);
@@ -208,8 +257,7 @@ class Simulation {
   const std::int64_t domain_;
   mutable FramePool frames_;  // outlives the programs
   std::vector<std::unique_ptr<RankState>> ranks_;
-  std::deque<Worker> workers_;                    // never moves: programs hold references
-  std::vector<std::coroutine_handle<>> goes_on_;  // [workers] where each resumes
+  std::vector<Worker> workers_;  // never moves: programs hold references
   EventQueue queue_;
   struct Delivery {
     Counter* counter = nullptr;

@@ -8,7 +8,7 @@ namespace moxie::planner {
 using pipeline::Range;
 
 void Simulation::Await::await_suspend(std::coroutine_handle<> h) const {
-  sim.goes_on_[w.id] = h;
+  w.goes_on = h;
   w.wanted = wanted;
   counter.least_wanted = std::min(counter.least_wanted, wanted);
   w.next_waiter = nullptr;

@@ -92,26 +92,38 @@ Process Simulation::program(Worker& w) {
   w.done = now_;
 }
 
+// Tens of thousands of workers do not fit the cache: asks for those whose turns come soon while
+// this one runs, and for the program of the very next.
+void Simulation::ask_for_next() const {
+  bool next = !queue_.empty();
+  for (const QueuedEvent& event : queue_.upcoming()) {
+    if (event.id < workers_.size()) {
+      const Worker& w = workers_[event.id];
+      __builtin_prefetch(&w);
+      if (next && w.step == Step::program) {
+        const char* program = static_cast<const char*>(w.goes_on.address());
+        for (int line = 0; line < 6; ++line) __builtin_prefetch(program + 64 * line);
+      }
+    }
+    next = false;
+  }
+}
+
 SimResult Simulation::run() {
   for (Worker& w : workers_) {
     w.program = program(w);
-    goes_on_.push_back(w.program.handle());
+    w.goes_on = w.program.handle();
     queue_.push(0, w.id);
   }
   SimResult result;
   while (!queue_.empty()) {
     const QueuedEvent event = queue_.pop();
     now_ = event.time;
-    // Thousands of programs do not fit the cache: ask for the next one's state while this one runs.
-    if (!queue_.empty() && queue_.next() < workers_.size()) {
-      const char* state = static_cast<const char*>(goes_on_[queue_.next()].address());
-      for (int line = 0; line < 6; ++line) __builtin_prefetch(state + 64 * line);
-      const char* worker = reinterpret_cast<const char*>(&workers_[queue_.next()]);
-      for (int line = 0; line < 3; ++line) __builtin_prefetch(worker + 64 * line);
-    }
+    ask_for_next();
     ++result.num_events;
     if (event.id < workers_.size()) {
-      goes_on_[event.id].resume();
+      Worker& w = workers_[event.id];
+      if (w.step == Step::program || !finish_tile(w)) w.goes_on.resume();
     } else {
       const std::uint32_t at = event.id - static_cast<std::uint32_t>(workers_.size());
       const Delivery delivery = deliveries_[at];
@@ -128,13 +140,15 @@ SimResult Simulation::run() {
     }
     w.rank->end = std::max(w.rank->end, w.done);
   }
-  for (Worker& w : workers_) {
-    // What no role accounts for is waiting at the end.
-    const Time known = std::accumulate(w.use.begin(), w.use.end(), Time{0});
-    w.use[static_cast<std::size_t>(Use::tail)] += std::max<Time>(0, w.rank->end - known);
-    Uses& sums = w.role == Role::compute || (gpu() && !w.spare) ? result.ctas : result.spare_warps;
-    for (std::size_t i = 0; i < kNumUses; ++i)
-      sums[i] += static_cast<double>(w.use[i]) / kPsPerSecond;
+  for (const auto& r : ranks_) {
+    for (Uses* sums : {&result.ctas, &result.spare_warps}) {
+      auto& [workers, use] = r->uses[sums == &result.ctas ? 0 : 1];
+      // What no role accounts for is waiting at the end.
+      const Time known = std::accumulate(use.begin(), use.end(), Time{0});
+      use[static_cast<std::size_t>(Use::tail)] += std::max<Time>(0, workers * r->end - known);
+      for (std::size_t i = 0; i < kNumUses; ++i)
+        (*sums)[i] += static_cast<double>(use[i]) / kPsPerSecond;
+    }
   }
   const auto ports = [&](Port RankState::*port, LinkUse& use, double rate) {
     for (const auto& r : ranks_) {
