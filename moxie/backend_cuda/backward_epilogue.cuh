@@ -163,7 +163,7 @@ struct BackwardEpilogue {
       combine::stage_piece(packed[piece], expert::staging_of(warp, piece), warp.lane_idx);
     }
     if (kind != kDx) {
-      ptx::fence_proxy_async(ptx::space_shared);  // once for both: it takes a thousand cycles
+      ptx::fence_proxy_async(ptx::space_shared);  // this lane's part of both, to the copy engine
       __syncwarp();
       send_grad(0, tile, warp);
       send_grad(1, tile, warp);
