@@ -42,13 +42,13 @@ done
 [ $failed -eq 0 ] || exit 1
 gpus=$(nvidia-smi -L 2> /dev/null | wc -l)
 [ "$gpus" -gt 0 ] || { echo "no GPU: nothing was timed"; exit 0; }
-machine=h200
-[ "$gpus" -gt 1 ] && machine=h200x2
+scenarios="h200-forward h200-backward h200-rank-backward"
+[ "$gpus" -gt 1 ] && scenarios="h200x2-forward h200x2-backward"
 timeout "${BENCH_SECONDS:-300}" python3 bench/bench_grouped_gemm.py --library "$programs/libbench_grouped_gemm.so" --rounds "$rounds" \
   ${COMMIT:+--commit "$COMMIT"} --json "$out/h200-grouped-gemm.json" || exit 1
 timeout "${BENCH_SECONDS:-300}" python3 bench/bench_grouped_gemm.py --library "$programs/libbench_grouped_gemm.so" --rounds "$rounds" \
   --products wgrad-down wgrad-gate wgrad-gate-add wgrads dx dgrad ${COMMIT:+--commit "$COMMIT"} --json "$out/h200-backward-gemm.json" || exit 1
-for scenario in $machine-forward $machine-backward; do
+for scenario in $scenarios; do
   timeout "${BENCH_SECONDS:-300}" "$programs/moxie" bench layer --scenario "bench/scenarios/$scenario.json" --rounds "$rounds" \
     ${COMMIT:+--commit "$COMMIT"} --json "$out/$scenario.json" || exit 1
 done
