@@ -1,5 +1,5 @@
-// World, Layer and Context: they check what the user hands in, and pass it to the backend. Every "x
-// of rank 2 is ..." sentence is written here, before anything runs.
+// Layer and Context: they check what the user hands in, and pass it to the backend. Every "x of
+// rank 2 is ..." sentence is written here, before anything runs. World: world.cpp.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -158,106 +158,6 @@ std::int64_t expert_id_at(const ConstTensorView& ids, std::int64_t i) {
 }
 
 }  // namespace
-
-World::World(std::unique_ptr<Backend> backend) : backend_(std::move(backend)) {}
-World::World(World&&) noexcept = default;
-World& World::operator=(World&&) noexcept = default;
-World::~World() = default;
-
-// How many ranks a world of this kind can have, and how long it waits.
-static void check_world(const char* kind, const WorldOptions& options, std::int64_t max_ranks) {
-  if (options.num_ranks < 1 || options.num_ranks > max_ranks) {
-    fail(fmt::format(
-        "num_ranks of a {} world is {}, must be between 1 and {}; nearest legal value {}", kind,
-        options.num_ranks, max_ranks, options.num_ranks < 1 ? 1 : max_ranks));
-  }
-  if (!(options.timeout_s >= 0)) {
-    fail(fmt::format("timeout_s is {}, must be 0 (unbounded) or positive; nearest legal value 0",
-                     options.timeout_s));
-  }
-}
-World World::cpu(const WorldOptions& options) {
-  check_world("CPU", options, 1024);
-  return World(make_cpu_backend(options));
-}
-World World::cpu_process(const WorldOptions& options, const ProcessOptions& process) {
-  check_world("CPU process", options, 1024);
-  if (process.rank < 0 || process.rank >= options.num_ranks) {
-    fail(fmt::format(
-        "rank of a CPU process world is {}, must be between 0 and {}; nearest legal "
-        "value {}",
-        process.rank, options.num_ranks - 1, process.rank < 0 ? 0 : options.num_ranks - 1));
-  }
-  return World(make_cpu_process_backend(options, process));
-}
-World World::cuda(const WorldOptions& options, [[maybe_unused]] const CudaOptions& cuda) {
-  check_world("CUDA", options, 64);
-#if MOXIE_HAS_CUDA
-  return World(make_cuda_backend(options, cuda));
-#else
-  throw Error(ErrorCode::unavailable,
-              "World::cuda was called on a build without CUDA; configure with -DMOXIE_CUDA=ON "
-              "(preset cuda) or use World::cpu");
-#endif
-}
-
-#if !MOXIE_HAS_NCCL
-[[noreturn]] static void refuse_nccl(const char* what) {
-#if MOXIE_HAS_CUDA
-  constexpr const char* kMissing = "NCCL's headers";
-#else
-  constexpr const char* kMissing = "CUDA";
-#endif
-  throw Error(ErrorCode::unavailable,
-              fmt::format("{} was called on a build without {}; configure with -DMOXIE_CUDA=ON "
-                          "(preset cuda) where the headers of NCCL 2.28 or newer are, or use "
-                          "World::cpu_process",
-                          what, kMissing));
-}
-#endif
-static constexpr std::size_t kNcclIdBytes = 128;
-World World::nccl(const WorldOptions& options, const NcclOptions& nccl) {
-  check_world("NCCL", options, 64);
-  if (nccl.rank < 0 || nccl.rank >= options.num_ranks) {
-    fail(fmt::format("rank of a NCCL world is {}, must be between 0 and {}; nearest legal value {}",
-                     nccl.rank, options.num_ranks - 1, nccl.rank < 0 ? 0 : options.num_ranks - 1));
-  }
-  if (nccl.comm == nullptr && nccl.unique_id.size() != kNcclIdBytes) {
-    fail(
-        fmt::format("unique_id of a NCCL world has {} bytes, must have {}: those of "
-                    "nccl_unique_id(), from one rank to all",
-                    nccl.unique_id.size(), kNcclIdBytes));
-  }
-  if (nccl.comm != nullptr && !nccl.unique_id.empty())
-    fail("a NCCL world was given unique_id and comm, must be one of them");
-#if MOXIE_HAS_NCCL
-  return World(make_nccl_backend(options, nccl));
-#else
-  refuse_nccl("World::nccl");
-#endif
-}
-std::string nccl_unique_id([[maybe_unused]] const std::string& library) {
-#if MOXIE_HAS_NCCL
-  return make_nccl_unique_id(library);
-#else
-  refuse_nccl("nccl_unique_id");
-#endif
-}
-std::int64_t World::num_ranks() const { return backend_->num_ranks(); }
-RankRange World::local_ranks() const { return backend_->local_ranks(); }
-bool World::stopped() const { return backend_->stopped(); }
-void World::reset() { backend_->reset(); }
-void World::set_timeout(double seconds) {
-  if (!(seconds >= 0))
-    fail(fmt::format("timeout_s is {}, must be 0 (unbounded) or positive; nearest legal value 0",
-                     seconds));
-  backend_->set_timeout(seconds);
-}
-void World::set_faults(const FaultInjection& faults) { backend_->set_faults(faults); }
-void World::set_stream(void* stream) { backend_->set_stream(stream); }
-void World::synchronize() { backend_->synchronize(); }
-std::string World::describe_gemm() const { return backend_->describe_gemm(); }
-MachineId World::machine() const { return backend_->machine(); }
 
 Context::Context(std::unique_ptr<ContextState> state) : state_(std::move(state)) {}
 Context::Context(Context&&) noexcept = default;
