@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
@@ -16,34 +17,23 @@
 #include <thread>
 
 #include "moxie/core/error.h"
+#include "moxie/transport/deadline.h"
 
 namespace moxie::transport {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 constexpr std::size_t kMaxText = 4096, kMaxDescriptors = 4;
 constexpr char kGood = '+', kBad = '-';  // first byte of what rank 0 sends
 constexpr double kManners_s = 2;  // for a hello after connecting, and to take in why it is over
 
-// Time left, in poll's milliseconds.
-class Deadline {
- public:
-  explicit Deadline(double timeout_s) : timeout_s_(timeout_s), begin_(Clock::now()) {}
-  bool expired() const { return timeout_s_ > 0 && left_s() <= 0; }
-  int poll_ms() const {
-    return timeout_s_ > 0 ? static_cast<int>(std::clamp(left_s() * 1e3, 0.0, 1e9)) + 1 : -1;
-  }
-
- private:
-  double left_s() const {
-    return timeout_s_ - std::chrono::duration<double>(Clock::now() - begin_).count();
-  }
-  double timeout_s_;
-  Clock::time_point begin_;
-};
-
 [[noreturn]] void fail(const std::string& sentence, ErrorCode code = ErrorCode::timeout) {
   throw Error(code, sentence);
+}
+
+// Time left, as poll() takes it: whole milliseconds, -1 for ever.
+int poll_ms(const Deadline& deadline) {
+  const double left_s = deadline.left_s();
+  return std::isinf(left_s) ? -1 : static_cast<int>(std::clamp(left_s * 1e3, 0.0, 1e9)) + 1;
 }
 
 // Waits until the socket can be read (POLLIN) or written (POLLOUT). A signal of the program is no
@@ -51,7 +41,7 @@ class Deadline {
 bool wait_for(int socket, short what, const Deadline& deadline) {
   for (;;) {
     pollfd wait{socket, what, 0};
-    const int ready = ::poll(&wait, 1, deadline.poll_ms());
+    const int ready = ::poll(&wait, 1, poll_ms(deadline));
     if (ready > 0) return true;
     if (ready == 0 || errno != EINTR) return false;
   }
