@@ -106,7 +106,10 @@ PlanChoice choose_plan(const PlanRequest& request, const Machine& machine) {
                          rated->total_ms() / best.plan.total_ms() - 1});
   }
   if (request.for_measuring) {
-    for (const KnobSet& knobs : search.neighbours(KnobSet{})) search.rate(knobs);
+    KnobSet plain = best.knobs;  // order and the like as they are: not all are legal everywhere
+    for (std::size_t k = 0; k < kNumKnobs; ++k)
+      if (touches(static_cast<Knob>(k), Direction::backward)) plain[k] = 0;
+    for (const KnobSet& knobs : search.neighbours(plain)) search.rate(knobs);
   }
   int num_memory_only = 0;
   for (const Rated& other : search.others(best)) {
