@@ -122,7 +122,7 @@ std::vector<Candidate> tune_candidates(const BenchCase& layer, const planner::Ma
   request.reserve_sms = scenario.cuda.reserve_sms;
   request.all_ranks = false;
   request.num_alternatives = 1000;  // many of them are alike in what is kept
-  request.with_memory_only = backward;
+  request.for_measuring = backward;
   const bool own_record = scenario.backend == BackendKind::cuda;
   const auto predicted = [&](double ms) {
     return own_record && ms > 0 ? std::optional(ms) : std::nullopt;

@@ -105,6 +105,12 @@ PlanChoice choose_plan(const PlanRequest& request, const Machine& machine) {
       effects.push_back({differences(best.knobs, knobs, request.passes),
                          rated->total_ms() / best.plan.total_ms() - 1});
   }
+  if (request.for_measuring) {
+    KnobSet plain = best.knobs;  // order and the like as they are: not all are legal everywhere
+    for (std::size_t k = 0; k < kNumKnobs; ++k)
+      if (touches(static_cast<Knob>(k), Direction::backward)) plain[k] = 0;
+    for (const KnobSet& knobs : search.neighbours(plain)) search.rate(knobs);
+  }
   int num_memory_only = 0;
   for (const Rated& other : search.others(best)) {
     if (choice.alternatives.size() == request.num_alternatives) break;
@@ -115,7 +121,7 @@ PlanChoice choose_plan(const PlanRequest& request, const Machine& machine) {
                                          [&](const RatedPlan& a) { return a.what == plan.what; }))
       continue;
     const bool memory_only = only_memory(best.knobs, other.knobs);
-    if (memory_only && ++num_memory_only > 1 && !request.with_memory_only) continue;
+    if (memory_only && ++num_memory_only > 1 && !request.for_measuring) continue;
     if (quick)
       search.simulate_whole(plan, nullptr, nullptr);
     else

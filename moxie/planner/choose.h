@@ -24,7 +24,8 @@ struct PlanRequest {
   bool all_ranks = true;  // simulate the chosen plan on all ranks; false: on one of equal ranks
   double memory_gb = 0;   // heap, workspace and saved rows of one rank; 0: a quarter of its memory
   std::size_t num_alternatives = 5;
-  bool with_memory_only = false;     // all alternatives that differ in capacity or rings, not one
+  bool for_measuring = false;  // alternatives: also the default backward's one-knob changes, and
+                               // all that differ in capacity or rings only, not one
   double model_error = kModelError;  // what the gain over the default plan must exceed
 };
 

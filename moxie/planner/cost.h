@@ -22,6 +22,7 @@ struct CostModel {
   double weight_elem = 2;         // ... of a weight
   double flops_per_cycle = 4096;  // of one SM, in the storage type
   double overhead = 0;            // cycles per tile
+  double stored_overhead = 0;     // ... of 128 x 256 of dgrad, or of z made again
   double hidden = 0;              // H
   bool fused_activation = true;
 
@@ -31,6 +32,8 @@ struct CostModel {
     c.flops_per_cycle = m[Field::bf16_flops_per_sm_clock];
     if (p.dtype == DType::f32) c.flops_per_cycle /= 2;  // as if TF32
     c.overhead = m[Field::tile_overhead_cycles];
+    // Nobody waits for the tiles of separate kernels.
+    c.stored_overhead = mechanisms.separate_kernels ? c.overhead : m[Field::stored_tile_cycles];
     c.hidden = static_cast<double>(p.hidden);
     c.fused_activation = mechanisms.fused_activation;
     c.weight_elem = c.elem;
@@ -67,15 +70,15 @@ struct CostModel {
     return {product(rows, cols, k) + overhead,
             weight_elem * cols * k / static_cast<double>(sharers) + elem * n * k / tiles};
   }
-  // dA' = dY Wd over 128 columns of I; z remade where it was not saved
+  // dA' = dY Wd over 128 columns of I (a GPU's tile has 256); z remade where it was not saved
   TileCost dgrad(std::int64_t rows, std::int64_t width, std::int64_t sharers, bool has_z) const {
     const double cols = pipeline::kFc1TileCols, n = static_cast<double>(rows);
-    TileCost c{product(rows, cols, hidden) + overhead, 0};
+    TileCost c{product(rows, cols, hidden) + stored_overhead / 2, 0};
     const double tiles = static_cast<double>(pipeline::num_fc1_tiles(width));
     c.bytes = elem * (cols * hidden / static_cast<double>(sharers) + n * hidden / tiles +
                       3 * n * cols + 2 * n * cols);
     if (!has_z) {
-      c.cycles += product(rows, 2 * cols, hidden);
+      c.cycles += product(rows, 2 * cols, hidden) + stored_overhead;
       c.bytes += elem * (2 * cols * hidden / static_cast<double>(sharers) + n * hidden / tiles);
     }
     return c;

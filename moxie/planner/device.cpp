@@ -27,6 +27,7 @@ constexpr std::array<FieldRule, kNumFields> kRules = {{
     {"bf16_flops_per_sm_clock", "FLOP", 64, 1 << 20, true, "dense BF16 tensor rate"},
     {"fp8_flops_per_sm_clock", "FLOP", 64, 1 << 20, false, "dense FP8 tensor rate"},
     {"tile_overhead_cycles", "cycles", 0, 100000, false, "per tile, beside its products"},
+    {"stored_tile_cycles", "cycles", 0, 100000, false, "per dgrad tile, or tile that remakes z"},
     {"tdp_w", "W", 10, 10000, false, "power limit"},
     {"moved_ms_per_gb", "ms/GB", 0, 100, false, "what moving bytes takes from the GEMM"},
     {"hbm_gb", "GB", 1, 10000, true, "memory"},

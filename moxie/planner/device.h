@@ -39,6 +39,7 @@ enum class Field : std::int32_t {
   bf16_flops_per_sm_clock,
   fp8_flops_per_sm_clock,
   tile_overhead_cycles,  // per 128 x 256 tile: prologue, epilogue and ticket not hidden by products
+  stored_tile_cycles,    // the same of tiles that store what others wait for: dgrad, z made again
   tdp_w,
   moved_ms_per_gb,  // time a power-limited GEMM loses per GB that the kernel moves beside it
   hbm_gb,
@@ -68,7 +69,7 @@ enum class Field : std::int32_t {
   network_gbps,  // per GPU and direction, between domains
   network_us,    // one message between domains
 };
-inline constexpr std::size_t kNumFields = 35;
+inline constexpr std::size_t kNumFields = 36;
 
 struct FieldRule {
   const char* name;

@@ -22,9 +22,9 @@ constexpr std::int32_t kOrders[] = {4, 1, 2, 8, -2, -4};  // > 0: slabs; < 0: la
 constexpr std::int32_t kBands[] = {8, 4, 16};
 constexpr std::int32_t kMinibatches[] = {1, 2, 4, 16};
 constexpr std::int32_t kCommWorkers[] = {0, 4, 8, 16, 32};
-constexpr std::int32_t kSaves[] = {1, 0, 2};           // SavePolicy
-constexpr std::int32_t kChunks[] = {0, 8, 4, 16, 32};  // 0: whole experts, or by the ring
-constexpr std::int32_t kLagChunks[] = {1, 2};
+constexpr std::int32_t kSaves[] = {1, 0, 2};             // SavePolicy
+constexpr std::int32_t kChunks[] = {0, 8, 4, 16, 32};    // 0: whole experts, or by the ring
+constexpr std::int32_t kLagChunks[] = {0, 1, 2, 4};      // 0: enough
 constexpr std::int32_t kBackwardRings[] = {0, 1, 2, 4};  // default, all, 1 / n of the expected
 
 constexpr std::array<Values, kNumKnobs> kKnobs = {{
@@ -72,6 +72,7 @@ std::string value_name(Knob knob, std::int32_t index) {
       return v == 0   ? "as by default"
              : v == 1 ? "all"
                       : fmt::format("1/{} of the expected blocks", v);
+    case Knob::lag_chunks: return v == 0 ? "enough" : std::to_string(v);
     case Knob::chunk: return v == 0 ? "whole experts, or by the ring" : std::to_string(v);
     default: return std::to_string(v);
   }
@@ -121,7 +122,10 @@ std::optional<Plan> build(const Problem& problem, const KnobSet& knobs, Passes p
     if (twice >= worst) return {};
     p.capacity_rows = twice * kBlockRows;
   }
-  const Plan all = pipeline::resolve(problem, p);
+  Plan all = p;
+  all.lag_chunks = 0;
+  all = pipeline::resolve(problem, all);
+  if (p.lag_chunks == all.lag_chunks) return {};
   const std::int64_t routed = all.capacity_rows / kBlockRows,
                      blocks = pipeline::extents(problem, all).blocks;
   const auto ring = [&](Knob knob, std::int64_t least, std::int64_t most, std::int64_t& field) {
@@ -143,8 +147,9 @@ std::optional<Plan> build(const Problem& problem, const KnobSet& knobs, Passes p
   } else if (slots > 1) {
     const std::int64_t expected = ceil_div(expected_rows, kBlockRows) + experts / 2;
     p.backward_ring_blocks =
-        max64(expected / slots, pipeline::min_backward_ring_blocks(
-                                    max64(p.chunk_blocks, 1), p.lag_chunks, p.minibatch_blocks));
+        max64(expected / slots,
+              pipeline::min_backward_ring_blocks(max64(p.chunk_blocks, 1), max64(p.lag_chunks, 1),
+                                                 p.minibatch_blocks));
     if (split || p.backward_ring_blocks >= all.backward_ring_blocks) return {};
   }
   p = pipeline::resolve(problem, p);

@@ -31,11 +31,8 @@ Process Simulation::stage(Worker& w) {
   used(w, Use::start, begin);
   add(r.stage_done, 1);
   if (w.idx != 0 || w.role != Role::comm) co_return;
-  std::int64_t stagers = 0;
-  for (const Worker& other : workers_) {
-    stagers += other.rank == &r && (split() || other.role == Role::comm) ? 1 : 0;
-  }
-  co_await wait(w, r.stage_done, stagers, WaitFor::stage_done, 0);
+  const Crew all = crew();
+  co_await wait(w, r.stage_done, all.comm + (split() ? all.compute : 0), WaitFor::stage_done, 0);
   raise(r, &RankState::inputs_ready, now_);
 }
 

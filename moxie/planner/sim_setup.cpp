@@ -79,8 +79,6 @@ void Simulation::build_rank(std::int64_t index) {
   if (forward()) {
     r.forward = pipeline::forward_stream(problem_, plan_, t);
     r.num_tickets = r.forward.num_tickets();
-    if (combine_by_comm())
-      r.y_ready.resize(static_cast<std::size_t>(num_slabs() * r.routed_blocks));
   } else {
     const std::size_t chunks = blocks + local + 2;
     r.chunk_block.resize(chunks + 1);
@@ -93,6 +91,7 @@ void Simulation::build_rank(std::int64_t index) {
     r.num_tickets = r.backward.num_tickets();
     r.trail_done.resize(static_cast<std::size_t>(r.backward.chunks.num_chunks));
   }
+  if (combine_by_comm()) r.y_ready.resize(static_cast<std::size_t>(num_slabs() * r.routed_blocks));
   price_tasks(r);
   r.link.out.ps_per_byte = r.link.in.ps_per_byte = 1e3 / machine_[Field::link_raw_gbps];
   r.network.out.ps_per_byte = r.network.in.ps_per_byte = 1e3 / machine_[Field::network_gbps];

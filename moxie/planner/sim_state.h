@@ -153,6 +153,8 @@ class Simulation {
   Process run_fused(Worker& w);
   Process run_split(Worker& w);
   Process end_phase(Worker& w, std::int64_t phase);
+  Process memory_kernel(Worker& w, double bytes);
+  double activation_bytes(const RankState& r) const;
   Process stage(Worker& w);
   Process schedule_pass(Worker& w);
   Process dispatch_rows(Worker& w);
@@ -240,7 +242,10 @@ class Simulation {
   std::int64_t num_slabs() const { return forward() ? plan_.num_slabs : 1; }
   // The options are about the forward pass, as in the drivers.
   bool dispatch_by_push() const { return forward() && plan_.dispatch == DispatchMode::push; }
-  bool combine_by_comm() const { return forward() && plan_.combine == CombineMode::comm_workers; }
+  bool combine_by_comm() const {
+    return (forward() || options_.mechanisms.separate_kernels) &&
+           plan_.combine == CombineMode::comm_workers;
+  }
   double row_bytes() const { return row_bytes_; }
   double dispatch_row_bytes(const RankState& r, BlockId b) const;
   bool z_saved(const RankState& r, BlockId b) const;

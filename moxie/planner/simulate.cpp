@@ -12,6 +12,8 @@
 
 namespace moxie::planner {
 
+using pipeline::kBlockRows;
+
 const char* name(Direction direction) {
   return direction == Direction::forward ? "forward" : "backward";
 }
@@ -43,6 +45,30 @@ Process Simulation::end_phase(Worker& w, std::int64_t phase) {
   used(w, Use::start, begin);
 }
 
+// A kernel that only moves bytes through memory, all CTAs of the rank together.
+Process Simulation::memory_kernel(Worker& w, double bytes) {
+  const Time begin = now_;
+  const double launch_us = gpu() ? machine_[Field::launch_us] : 0;
+  co_await sleep(w,
+                 now_ + from_us(launch_us) + static_cast<Time>(bytes * w.rank->memory.ps_per_byte));
+  used(w, Use::gemm, begin);
+}
+
+// Activation as a kernel of its own, or its backward; MXFP8: and what the products want quantised.
+double Simulation::activation_bytes(const RankState& r) const {
+  const double rows = static_cast<double>(std::accumulate(
+                   r.block_rows.begin() + r.table.shared_blocks, r.block_rows.end(), 0)),
+               width = rows * static_cast<double>(problem_.intermediate);
+  // Reads gate and up, writes hidden; reads z and dA', writes dgate, dup and the weighted hidden.
+  double bytes = (forward() ? 3 : 6) * width * cost_.elem;
+  if (!options_.mechanisms.mxfp8 || !options_.mechanisms.separate_kernels) return bytes;
+  const double scaled = 33.0 / 32, once = cost_.elem + scaled, both_ways = cost_.elem + 2 * scaled;
+  if (forward()) return bytes + once * width;
+  // Products over K and over rows want blocks of scales along different sides.
+  const double hidden = rows * static_cast<double>(problem_.hidden);
+  return bytes + both_ways * (hidden + 2 * width) + once * width;
+}
+
 Process Simulation::run_split(Worker& w) {
   RankState& r = *w.rank;
   co_await stage(w);
@@ -50,20 +76,19 @@ Process Simulation::run_split(Worker& w) {
   std::int64_t phase = 0;
   co_await dispatch_rows(w);
   co_await end_phase(w, phase++);
+  const bool separate = options_.mechanisms.separate_kernels;
+  const double rows_bytes =
+      separate ? 2 * static_cast<double>(r.routed_blocks * kBlockRows) * row_bytes_ : 0;
+  if (separate) co_await memory_kernel(w, rows_bytes);
   const std::vector<std::int64_t> ends =
       forward() ? pipeline::phase_ends(r.forward) : pipeline::phase_ends(r.backward);
   for (const std::int64_t end : ends) {
     co_await compute_tiles(w, end);
     co_await end_phase(w, phase++);
-    // Activation as a kernel of its own: reads gate and up, writes hidden.
-    if (options_.mechanisms.fused_activation || !forward() || end != ends[2]) continue;
-    const double rows = static_cast<double>(
-        std::accumulate(r.block_rows.begin() + r.table.shared_blocks, r.block_rows.end(), 0));
-    const double bytes = 3 * rows * static_cast<double>(problem_.intermediate) * cost_.elem;
-    const Time begin = now_;
-    co_await sleep(w, now_ + static_cast<Time>(bytes * r.memory.ps_per_byte));
-    used(w, Use::gemm, begin);
+    if (options_.mechanisms.fused_activation || end != ends[forward() ? 2 : 0]) continue;
+    co_await memory_kernel(w, activation_bytes(r));
   }
+  if (separate) co_await memory_kernel(w, rows_bytes);
   if (combine_by_comm()) {
     for (std::int64_t s = 0; s < num_slabs(); ++s) co_await combine_slab(w, s);
     co_await end_phase(w, phase++);

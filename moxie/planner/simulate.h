@@ -31,8 +31,11 @@ struct Mechanisms {
   bool fused_activation = true;  // false: gate and up make a round trip through memory
   bool mxfp8 = false;  // products at the FP8 rate, weights and dispatched rows in one byte (and a
                        // scale per 32) an element
-  bool wave_barrier = false;  // all CTAs of a rank meet after each band's FC1 and FC2, as in
-                              // kernels that hand over whole minibatches
+  bool separate_kernels = false;  // split mode as chains of library kernels do it: rows into expert
+                                  // order and back by kernels of their own, without fused
+                                  // activation also quantised by some, dX carried home by a stage
+  bool wave_barrier = false;      // all CTAs of a rank meet after each band's FC1 and FC2, as in
+                                  // kernels that hand over whole minibatches
   friend bool operator==(const Mechanisms&, const Mechanisms&) = default;
 };
 

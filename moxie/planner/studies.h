@@ -48,6 +48,7 @@ Study study_ablation();
 Study study_scale();
 // studies_h200.cpp: rows measured on 2 x H200
 Study study_h200();
+Study study_h200_backward();
 
 // A preset's layer on R ranks of T tokens, bf16.
 Problem study_problem(const std::string& preset, std::int64_t ranks, std::int64_t tokens);

@@ -89,4 +89,56 @@ Study study_h200() {
   return s;
 }
 
+namespace {
+
+// bench/results/h200-backward.json: medians of "moxie burst" and "moxie sustained", "moxie
+// save_none burst" and "moxie save_z_and_x burst".
+struct BackwardShape {
+  const char* name;
+  std::int64_t hidden, intermediate, experts, top_k, tokens;
+  double burst_ms, sustained_ms, save_none_ms, save_z_and_x_ms;
+};
+constexpr BackwardShape kBackwardShapes[] = {
+    {"kimi-k2.5", 7168, 2048, 12, 8, 8192, 16.470, 18.725, 22.636, 15.966},
+    {"deepseek-v3", 7168, 2048, 16, 8, 8192, 16.874, 18.538, 22.758, 15.984},
+    {"qwen3-30b", 2048, 768, 128, 8, 16384, 4.610, 5.226, 6.412, 4.486},
+    {"mixtral-8x7b", 4096, 14336, 8, 2, 8192, 16.851, 18.554, 22.567, 16.540},
+    {"gpt-oss-120b", 2880, 2880, 128, 4, 16384, 12.194, 13.797, 16.857, 12.213},
+};
+
+}  // namespace
+
+// One GPU with the rows of each of two ranks and the experts of both: no link.
+Study study_h200_backward() {
+  Study s{"h200-backward",
+          "backward passes measured on one H200, default plan, ms",
+          "bench/results/h200-backward.json",
+          {"stored_tile_cycles: on qwen3-30b, burst (4.61 ms)"},
+          {}};
+  for (const BackwardShape& shape : kBackwardShapes) {
+    Problem p;
+    p.max_tokens = shape.tokens;
+    p.hidden = shape.hidden;
+    p.intermediate = shape.intermediate;
+    p.num_experts = shape.experts;
+    p.top_k = shape.top_k;
+    const bool qwen3 = shape.name == std::string_view("qwen3-30b");
+    const auto add = [&](const std::string& what, SavePolicy save, Load load, double ms,
+                         RowKind kind) {
+      Plan plan;
+      plan.save = save;
+      s.rows.push_back({fmt::format("{}, {}", shape.name, what), ms,
+                        backward_ms(p, plan, machine(find_device("h200"), load)), "ms", kind, ""});
+    };
+    add("burst", SavePolicy::z, Load::burst, shape.burst_ms,
+        qwen3 ? RowKind::calibrated : RowKind::prediction);
+    add("sustained", SavePolicy::z, Load::sustained, shape.sustained_ms, RowKind::prediction);
+    add("nothing saved, burst", SavePolicy::none, Load::burst, shape.save_none_ms,
+        RowKind::prediction);
+    add("z and x saved, burst", SavePolicy::z_and_x, Load::burst, shape.save_z_and_x_ms,
+        RowKind::prediction);
+  }
+  return s;
+}
+
 }  // namespace moxie::planner

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "moxie/pipeline/tiles.h"
 #include "moxie/planner/studies.h"
 
 namespace moxie::planner {
@@ -105,6 +106,7 @@ Study study_imbalance() {
 
 // The published kernel hands over whole minibatches: all CTAs meet after FC1 and after FC2 of each.
 Study study_minibatch() {
+  constexpr std::int32_t kCommCtas = 4;
   Study s{"minibatch",
           "kimi-k2.5 forward on GB300 by rows of a minibatch, ms",
           "Mixture-of-Kittens on GB300 NVL72: 5.981 ms at 512, 3.425 ms at 2560, flat beyond; two "
@@ -119,7 +121,7 @@ Study study_minibatch() {
     plan.num_slabs = 1;
     plan.lag_bands = 1;
     plan.band_blocks = plan.minibatch_blocks = static_cast<std::int32_t>(rows / 128);
-    plan.comm_workers = 4;
+    plan.comm_workers = kCommCtas;
     plan.save = SavePolicy::none;
     Mechanisms mechanisms;
     mechanisms.wave_barrier = barrier;
@@ -155,10 +157,20 @@ Study study_minibatch() {
   for (const auto& [rows, t] : curve) {
     if (t > flat * 1.02) knee = rows + 256;
   }
-  s.rows.push_back({"knee", 2368, static_cast<double>(knee), "rows", RowKind::prediction,
-                    "misses: from here on the simulated curve only saws by how full its last wave "
-                    "is (no step of 256 rows is slower than the slowest beyond 2560); the "
-                    "published rule 2 * 148 * 128 * 256 / min(2 I, H) asks for two full waves"});
+  // Published is a rule, not a measurement: the rows whose FC1 tiles fill all CTAs twice.
+  const double ctas = m.num_sms() - kCommCtas,
+               tiles_per_block = static_cast<double>(pipeline::num_fc1_tiles(p.intermediate));
+  s.rows.push_back({"rows of two full waves", 2368,
+                    2 * ctas / tiles_per_block * static_cast<double>(pipeline::kBlockRows), "rows",
+                    RowKind::calibrated,
+                    "2 * 148 * 128 * 256 / min(2 I, H); num_sms of the record is from it"});
+  s.rows.push_back({"from here on the curve is flat",
+                    {},
+                    static_cast<double>(knee),
+                    "rows",
+                    RowKind::own,
+                    "it only saws by how full its last wave is: no step of 256 rows is slower than "
+                    "the slowest beyond 2560"});
   s.rows.push_back({"512 rows, no barrier (Moxie's lag order)",
                     {},
                     scale * ms(512, false),
