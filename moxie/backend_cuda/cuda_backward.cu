@@ -82,7 +82,7 @@ std::int32_t choose_cluster_size(const LayerMemory& memory) {
   const std::int32_t wanted = memory.backend.cuda().cluster_size;
   const bool narrow = wanted == 0 && memory.problem.intermediate < kNarrow;
   if (memory.plan.comm_workers % 2 != 0 || narrow) return 1;
-  return choose_by_rows_per_expert(memory.problem, memory.backend.cuda().cluster_size);
+  return choose_by_rows_per_expert(memory.problem, wanted);
 }
 
 // ---- tensor maps ----

@@ -426,8 +426,9 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
                                                   stage_empty);
           }
           stage.advance();
+          constexpr int kPieceSums = 128 / Operands::kNumEpilogueStages;
 #pragma unroll
-          for (int i = 0; i < 96; ++i) acc[i] = acc[i + 32];
+          for (int i = 0; i < 128 - kPieceSums; ++i) acc[i] = acc[i + kPieceSums];
         }
         epilogue.finish(sums, packed_tile, warp);
         defer_nothing(packed);

@@ -70,21 +70,27 @@ std::int64_t all_blocks(const Problem& problem, const Plan& plan) {
 
 Plan default_plan(const Problem&) { return {}; }
 
+static std::int64_t most_local_experts(const Problem& p) {
+  return ceil_div(p.num_experts, p.num_ranks);
+}
+
 std::int64_t worst_case_blocks(const Problem& p) {
   const std::int64_t rows = p.num_ranks * p.max_tokens * p.top_k;
-  const std::int64_t experts = ceil_div(p.num_experts, p.num_ranks);
+  const std::int64_t experts = most_local_experts(p);
   // Full blocks plus one partial block per expert: the sum of ceil(rows_e / 128) is largest when
   // every expert but the fullest holds one row.
   const std::int64_t partial = std::min(experts, rows);
   return partial + (rows - partial) / kBlockRows;
 }
 
+static std::int64_t expected_rows_per_expert(const Problem& p) {
+  return ceil_div(p.num_ranks * p.max_tokens * p.top_k, p.num_experts);
+}
 std::int64_t expected_rows(const Problem& p) {
-  return ceil_div(p.num_ranks * p.max_tokens * p.top_k, p.num_experts) *
-         ceil_div(p.num_experts, p.num_ranks);
+  return expected_rows_per_expert(p) * most_local_experts(p);
 }
 std::int64_t expected_blocks(const Problem& p) {  // half of an expert's last block is empty
-  return ceil_div(expected_rows(p), kBlockRows) + ceil_div(ceil_div(p.num_experts, p.num_ranks), 2);
+  return ceil_div(expected_rows(p), kBlockRows) + ceil_div(most_local_experts(p), 2);
 }
 
 // Blocks of which no memory is saved: less is not worth a wait or a product.
@@ -137,9 +143,7 @@ static constexpr std::int64_t kLagTiles = 640, kMostLagChunks = 4;
 
 // Expects capacity_rows; a chunk or a ring that is not chosen yet is no limit.
 static std::int32_t chosen_lag(const Problem& problem, const Plan& plan) {
-  std::int64_t blocks =
-      ceil_div(ceil_div(expected_rows(problem), ceil_div(problem.num_experts, problem.num_ranks)),
-               kBlockRows);
+  std::int64_t blocks = ceil_div(expected_rows_per_expert(problem), kBlockRows);
   if (plan.chunk_blocks > 0) blocks = std::min<std::int64_t>(blocks, plan.chunk_blocks);
   const std::int64_t row_tiles =
       ceil_div(problem.intermediate, kWideDgradTileCols) + num_fc2_tiles(problem.hidden);

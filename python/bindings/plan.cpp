@@ -106,7 +106,7 @@ void bind_plan(nb::module_& m) {
       .def_rw("hidden_ring_blocks", &Plan::hidden_ring_blocks, "slots for hidden rows; 0: all")
       .def_rw("chunk_blocks", &Plan::chunk_blocks, "backward: blocks handed to wgrad at a time")
       .def_rw("lag_chunks", &Plan::lag_chunks,
-              "backward: chunks by which dgrad runs ahead of dX and wgrad")
+              "backward: chunks dgrad runs ahead of dX and wgrad; 0: enough")
       .def_rw("backward_ring_blocks", &Plan::backward_ring_blocks,
               "backward slots; 0: most of the expected rows")
       .def_rw("save", &Plan::save)

@@ -426,7 +426,7 @@ class Plan:
 
     @property
     def lag_chunks(self) -> int:
-        """backward: chunks by which dgrad runs ahead of dX and wgrad"""
+        """backward: chunks dgrad runs ahead of dX and wgrad; 0: enough"""
 
     @lag_chunks.setter
     def lag_chunks(self, arg: int, /) -> None: ...
