@@ -87,11 +87,12 @@ struct BackwardEpilogue {
 
   __device__ __forceinline__ Sums begin(const Prepared&, const Tile& tile,
                                         const EpilogueWarp& warp) const {
+    free_staging(warp);
     return {{{0.0f, 0.0f}}, ring_row(tile, 0) + warp.warp_row};
   }
 
-  // Columns 64 * piece .. + 63 of the tile, whose sums are the first 32.
-  __device__ __forceinline__ void convert_stage(const float (&acc)[128], const Prepared& prepared,
+  // Columns 64 * piece .. + 63 of the tile.
+  __device__ __forceinline__ void convert_stage(const float4* own, const Prepared& prepared,
                                                 Sums& sums, const Tile& tile, int32_t piece,
                                                 const EpilogueWarp& known_warp, bf16* stage_a,
                                                 bf16* stage_b) const {
@@ -102,17 +103,17 @@ struct BackwardEpilogue {
       uint8_t* gate_piece = reinterpret_cast<uint8_t*>(stage_b + warp.warp_row * 64);
       uint8_t* up_piece = gate_piece + BLOCK_M * 128;
       uint8_t* wa_piece = reinterpret_cast<uint8_t*>(stage_a + warp.warp_row * 64);
-      Backward::convert_piece(common.problem.activation, acc, prepared.weight, sums, gate_piece,
+      Backward::convert_piece(common.problem.activation, own, prepared.weight, sums, gate_piece,
                               up_piece, wa_piece, warp.lane_idx);
-      const auto store = [&](int32_t plane, const uint8_t* from) {
+      const auto piece_of = [&](int32_t plane, const uint8_t* from) {
         const int32_t row = sums.ring_row + plane * static_cast<int32_t>(common.ring_rows);
-        expert::store_from_stage(rank.grad_stores, column, row,
-                                 grad_ring() + row * common.ring_width + column, common.ring_width,
-                                 num_rows, from, warp.lane_idx);
+        return expert::StagePiece{rank.grad_stores, row,
+                                  grad_ring() + row * common.ring_width + column, from};
       };
-      store(kDgatePlane, gate_piece);
-      store(kDupPlane, up_piece);
-      store(kWaPlane, wa_piece);
+      const expert::StagePiece pieces[3] = {piece_of(kDgatePlane, gate_piece),
+                                            piece_of(kDupPlane, up_piece),
+                                            piece_of(kWaPlane, wa_piece)};
+      expert::store_from_stage(pieces, column, common.ring_width, num_rows, warp.lane_idx);
     }
     // One group per stage: its release waits for it.
     if (warp.lane_idx == 0) ptx::cp_async_bulk_commit_group();
@@ -137,12 +138,12 @@ struct BackwardEpilogue {
                                           uint32_t (&packed)[kNumDeferred][16]) const {
     const EpilogueWarp warp = opaque(known_warp);
     const int32_t kind = kind_of(tile);
-    if (kind != kDx && stores_at_once(acc, tile, warp)) {
+    if (stores_at_once(tile, warp)) [[unlikely]] {
+      store_at_once(acc, tile, warp);
       expert::defer_nothing(packed);
       return;
     }
-    // Staging, of which the tile before may still be stored.
-    if (warp.lane_idx == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
+    free_staging(warp);
     if (kind == kDx) {
       if (is_shared(tile) && rank.shared_output_gate != nullptr)
         add_gate(acc, prepared, tile, warp);
@@ -165,8 +166,7 @@ struct BackwardEpilogue {
     if (kind != kDx) {
       ptx::fence_proxy_async(ptx::space_shared);  // this lane's part of both, to the copy engine
       __syncwarp();
-      send_grad(0, tile, warp);
-      send_grad(1, tile, warp);
+      send_grads<2>(0, tile, warp);
     }
 #pragma unroll
     for (int32_t piece = 2; piece < 4; ++piece) expert::pack_piece(acc, piece, packed[piece - 2]);
@@ -183,7 +183,7 @@ struct BackwardEpilogue {
       combine::stage_piece(values, expert::staging_of(warp, deferred), warp.lane_idx);
       if (deferred == 1) push_home(common, state, 1, tile, warp);
     } else if (ends(tile) && !common.grads_are_float) {
-      store_grad(values, 2 + deferred, tile, warp);
+      store_grad(values, deferred, tile, warp);
     }
   }
 
@@ -207,6 +207,12 @@ struct BackwardEpilogue {
 
  private:
   static constexpr int32_t kNumSumThreads = expert::kNumConsumerWarps * 32;
+
+  // Waits until no copy of an earlier tile reads the warp's staging.
+  static __device__ __forceinline__ void free_staging(const EpilogueWarp& warp) {
+    if (warp.lane_idx == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
+    __syncwarp();
+  }
 
   // ---- where things are ----
 
@@ -243,21 +249,23 @@ struct BackwardEpilogue {
   }
 
   // Remade z, and weight gradients other than the last sums of an expert in BF16.
-  __device__ __forceinline__ bool stores_at_once(float (&acc)[128], const Tile& tile,
-                                                 const EpilogueWarp& warp) const {
+  __device__ __forceinline__ bool stores_at_once(const Tile& tile, const EpilogueWarp& warp) const {
+    const int32_t kind = kind_of(tile);
+    return kind == kRemadeZ || (kind >= kWgradGate && (common.grads_are_float || !ends(tile) ||
+                                                       tile.num_rows <= warp.warp_row));
+  }
+  __device__ __forceinline__ void store_at_once(float (&acc)[128], const Tile& tile,
+                                                const EpilogueWarp& warp) const {
     if (kind_of(tile) == kRemadeZ) {
       store_z(acc, tile, warp);
     } else if (tile.num_rows <= warp.warp_row) {  // all 16 rows are real, or none
     } else if (!ends(tile)) {
-      put_aside(acc, tile, warp);
-    } else if (common.grads_are_float) {
+      put_sums_aside(acc, tile, warp);
+    } else {
       expert::store_float_rows(acc, grad_map(tile), tile.row_begin + warp.warp_row,
                                column_tile_of(tile) * BLOCK_N, grad_columns(tile),
                                common.accumulate, warp);
-    } else {
-      return false;
     }
-    return true;
   }
 
   // ---- z ----
@@ -329,25 +337,32 @@ struct BackwardEpilogue {
 
   // ---- weight gradients ----
 
-  // A piece, by tensor copy: rows come in 64s, so all 16 are real.
-  __device__ __forceinline__ void store_grad(const uint32_t (&values)[16], int32_t piece,
+  // Piece 2 or 3, by tensor copy: rows come in 64s, so all 16 are real.
+  __device__ __forceinline__ void store_grad(const uint32_t (&values)[16], int32_t deferred,
                                              const Tile& tile, const EpilogueWarp& warp) const {
-    // At most the previous piece's copy is still reading: it has the other buffer.
-    if (warp.lane_idx == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>{});
-    combine::stage_piece(values, expert::staging_of(warp, piece), warp.lane_idx);
+    // Pieces 0 and 1 left together, from both buffers; piece 2 may still leave from the other one.
+    if (deferred == 0)
+      free_staging(warp);
+    else if (warp.lane_idx == 0)
+      ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>{});
+    combine::stage_piece(values, expert::staging_of(warp, deferred), warp.lane_idx);
     ptx::fence_proxy_async(ptx::space_shared);  // this lane's part, to the copy engine
     __syncwarp();
-    send_grad(piece, tile, warp);
+    send_grads<1>(2 + deferred, tile, warp);
   }
-  // A staged piece.
-  __device__ __forceinline__ void send_grad(int32_t piece, const Tile& tile,
-                                            const EpilogueWarp& warp) const {
+  // Staged pieces, as one group of copies.
+  template <int kNum>
+  __device__ __forceinline__ void send_grads(int32_t first, const Tile& tile,
+                                             const EpilogueWarp& warp) const {
     if (warp.lane_idx != 0) return;
-    const int32_t column = column_tile_of(tile) * BLOCK_N + piece * 64;
-    if (column < grad_columns(tile)) {
-      ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &grad_map(tile),
-                                {column, tile.row_begin + warp.warp_row, 0},
-                                expert::staging_of(warp, piece));
+    const int32_t column = column_tile_of(tile) * BLOCK_N + first * 64,
+                  num_columns = grad_columns(tile), row = tile.row_begin + warp.warp_row;
+    const CUtensorMap& map = grad_map(tile);
+#pragma unroll
+    for (int32_t i = 0; i < kNum; ++i) {
+      if (column + 64 * i < num_columns)
+        ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &map,
+                                  {column + 64 * i, row, 0}, expert::staging_of(warp, first + i));
     }
     ptx::cp_async_bulk_commit_group();  // an empty one too: waits count groups
   }
@@ -365,8 +380,8 @@ struct BackwardEpilogue {
     return at<float4>(rank, common.cuda_workspace.partial_tiles) +
            int64_t{tile_idx} * (32 * kNumSumThreads) + (warp.warp_row / 16 * 32 + warp.lane_idx);
   }
-  __device__ __forceinline__ void put_aside(const float (&acc)[128], const Tile& tile,
-                                            const EpilogueWarp& warp) const {
+  __device__ __forceinline__ void put_sums_aside(const float (&acc)[128], const Tile& tile,
+                                                 const EpilogueWarp& warp) const {
     float4* to = partial_sums(tile, warp);
 #pragma unroll
     for (int32_t i = 0; i < 32; ++i) {

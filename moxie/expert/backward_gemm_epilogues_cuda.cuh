@@ -24,31 +24,32 @@ struct ActivationBackward {
     float of_row[2];  // this thread's part of rowsum(dA' . A)
   };
 
-  // 64 columns of a tile, 16 rows, whose sums are the first 32: dgate, dup and wA take the places
-  // of gate, up and A. This lane's part is then visible to copies that store them, and to those
-  // that load the stage's next contents.
+  // 64 columns of a tile, 16 rows: dgate, dup and wA take the places of gate, up and A. This lane's
+  // part is then visible to copies that store them, and to those that load the stage's next
+  // contents.
   static __device__ __forceinline__ void convert_piece(const Activation& activation,
-                                                       const float (&acc)[128],
+                                                       const float4* own /* own_sums() */,
                                                        const float (&weights)[2], Sums& sums,
                                                        uint8_t* gate_piece, uint8_t* up_piece,
                                                        uint8_t* wa_piece, int32_t lane_idx) {
     const int32_t piece_row = lane_idx % 16;
-#pragma unroll
+#pragma unroll 1  // short: unrolled, it takes longer to be fetched than to run
     for (int32_t j = 0; j < 8; j += 2) {
       // 16-byte chunk c of row r lies at chunk c ^ (r % 8)
       const int32_t at = piece_row * 128 + (((j + lane_idx / 16) ^ (piece_row % 8)) * 16);
+      const float4 left = own[j * 32], right = own[(j + 1) * 32];
+      const float da[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
       uint32_t gate[4], up[4], out_a[4];
       device::ldmatrix_x4(gate, gate_piece + at);
       device::ldmatrix_x4(up, up_piece + at);
 #pragma unroll
       for (int32_t i = 0; i < 4; ++i) {  // columns 8 (j + i / 2) .., rows h = i % 2
-        const float* da = acc + 4 * j + 2 * i;
         const float weight = weights[i % 2];
         float& sum = sums.of_row[i % 2];
         const Grads low =
-            element(activation, da[0], low_bf16(gate[i]), low_bf16(up[i]), weight, sum);
+            element(activation, da[2 * i], low_bf16(gate[i]), low_bf16(up[i]), weight, sum);
         const Grads high =
-            element(activation, da[1], high_bf16(gate[i]), high_bf16(up[i]), weight, sum);
+            element(activation, da[2 * i + 1], high_bf16(gate[i]), high_bf16(up[i]), weight, sum);
         gate[i] = pack_bf16(low.gate, high.gate);
         up[i] = pack_bf16(low.up, high.up);
         out_a[i] = pack_bf16(low.wa, high.wa);
@@ -103,24 +104,36 @@ struct ActivationBackward {
   }
 };
 
-// 16 rows of 64 columns out of a stage: by tensor copy where all are real, else row by row. `data`
-// is element (row, column) of the matrix, whose rows are `stride` apart.
-__device__ __forceinline__ void store_from_stage(const CUtensorMap& map, int32_t column,
-                                                 int32_t row, bf16* data, int64_t stride,
-                                                 int32_t num_rows, const uint8_t* piece,
+// 16 rows of 64 columns in a stage, and where they go: `map` at `row`, whose element (row, column)
+// is `data`.
+struct StagePiece {
+  const CUtensorMap& map;
+  int32_t row;
+  bf16* data;
+  const uint8_t* piece;
+};
+// Stores them: by tensor copies where all rows are real, else row by row, `stride` elements apart.
+template <int kNum>
+__device__ __forceinline__ void store_from_stage(const StagePiece (&pieces)[kNum], int32_t column,
+                                                 int64_t stride, int32_t num_rows,
                                                  int32_t lane_idx) {
   if (num_rows >= 16) {
-    if (lane_idx == 0) {
-      ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &map, {column, row, 0},
-                                piece);
+    if (lane_idx != 0) return;
+#pragma unroll
+    for (const StagePiece& p : pieces) {
+      ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &p.map, {column, p.row, 0},
+                                p.piece);
     }
     return;
   }
+#pragma unroll
+  for (const StagePiece& p : pieces) {
 #pragma unroll 1
-  for (int32_t r = lane_idx / 8; r < num_rows; r += 4) {
-    const int32_t chunk = lane_idx % 8;
-    *reinterpret_cast<uint4*>(data + r * stride + chunk * 8) =
-        *reinterpret_cast<const uint4*>(piece + r * 128 + ((chunk ^ (r % 8)) * 16));
+    for (int32_t r = lane_idx / 8; r < num_rows; r += 4) {
+      const int32_t chunk = lane_idx % 8;
+      *reinterpret_cast<uint4*>(p.data + r * stride + chunk * 8) =
+          *reinterpret_cast<const uint4*>(p.piece + r * 128 + ((chunk ^ (r % 8)) * 16));
+    }
   }
 }
 
@@ -152,28 +165,27 @@ struct DgradEpilogue {
     return {{0.0f, 0.0f}};
   }
 
-  // Columns 64 * piece .. + 63 of the tile, whose sums are the first 32.
-  __device__ __forceinline__ void convert_stage(const float (&acc)[128], const Prepared& prepared,
+  // Columns 64 * piece .. + 63 of the tile.
+  __device__ __forceinline__ void convert_stage(const float4* own, const Prepared& prepared,
                                                 Sums& sums, const Tile& tile, int32_t piece,
                                                 const EpilogueWarp& warp, bf16* stage_a,
                                                 bf16* stage_b) const {
-    const int32_t num_rows = tile.num_rows - warp.warp_row;
+    const int32_t num_rows = tile.num_rows - warp.warp_row,
+                  column = tile.n_tile * BLOCK_N + piece * 64;
     if (num_rows > 0) {
       uint8_t* gate_piece = reinterpret_cast<uint8_t*>(stage_b + warp.warp_row * 64);
       uint8_t* up_piece = gate_piece + BLOCK_M * 128;
       uint8_t* wa_piece = reinterpret_cast<uint8_t*>(stage_a + warp.warp_row * 64);
-      Backward::convert_piece(activation, acc, prepared.weight, sums, gate_piece, up_piece,
+      Backward::convert_piece(activation, own, prepared.weight, sums, gate_piece, up_piece,
                               wa_piece, warp.lane_idx);
-      const auto store = [&](const GemmOutput& out, const uint8_t* from) {
-        const int32_t row = tile.row_begin + warp.warp_row,
-                      column = tile.n_tile * BLOCK_N + piece * 64;
-        if (column >= out.num_columns) return;
-        store_from_stage(out.map, column, row, out.data + int64_t{row} * out.num_columns + column,
-                         out.num_columns, num_rows, from, warp.lane_idx);
-      };
-      store(dgate, gate_piece);
-      store(dup, up_piece);
-      store(wa, wa_piece);
+      if (column < dgate.num_columns) {
+        const int32_t row = tile.row_begin + warp.warp_row;
+        const int64_t at = int64_t{row} * dgate.num_columns + column;
+        const StagePiece pieces[3] = {{dgate.map, row, dgate.data + at, gate_piece},
+                                      {dup.map, row, dup.data + at, up_piece},
+                                      {wa.map, row, wa.data + at, wa_piece}};
+        store_from_stage(pieces, column, dgate.num_columns, num_rows, warp.lane_idx);
+      }
     }
     // One group per stage: its release waits for it.
     if (warp.lane_idx == 0) ptx::cp_async_bulk_commit_group();

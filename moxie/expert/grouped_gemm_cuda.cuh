@@ -262,6 +262,28 @@ constexpr bool prepares(Majors majors) {
   return true;
 }
 
+// A thread's own part of its warp's staging, as its sums of one piece: 32 of them, four in a row,
+// fours 32 apart.
+__device__ __forceinline__ float4* own_sums(const EpilogueWarp& warp) {
+  return reinterpret_cast<float4*>(warp.staging) + warp.lane_idx;
+}
+template <int kNumPieces>
+__device__ __forceinline__ void put_aside(const float (&acc)[128], int32_t piece,
+                                          const EpilogueWarp& warp) {
+  constexpr int kNumSums = 128 / kNumPieces;
+  static_assert(kNumSums * 32 * sizeof(float) <= sizeof(bf16[2][16 * 64]));
+  float4* own = own_sums(warp);
+#pragma unroll
+  for (int p = 0; p < kNumPieces; ++p) {
+    if (p != piece) continue;
+#pragma unroll
+    for (int i = 0; i < kNumSums; i += 4) {
+      const float* from = acc + p * kNumSums + i;
+      own[i / 4 * 32] = make_float4(from[0], from[1], from[2], from[3]);
+    }
+  }
+}
+
 // Where a tile leaves nothing for store(), says so to the compiler, which otherwise keeps what the
 // tile before had left through the whole epilogue, and spills.
 template <int kNumDeferred>
@@ -406,12 +428,13 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
       if (Operands::has_epilogue_stages(packed_tile)) {
         converted = true;
         // Results overwrite what the epilogue has read in a stage and leave from there. The last
-        // stage is handed back beside the next tile's first products. One copy of the code, which
-        // finds its piece's sums in front: four of them are more instructions than the cache holds
-        // beside all else, and took 20 % of a pass of small experts (decision 010).
+        // stage is handed back beside the next tile's first products. The code is a loop in a loop,
+        // short enough for the instruction caches (decision 010): registers have no addresses, so a
+        // piece's sums go through shared memory.
         auto sums = epilogue.begin(prepared, packed_tile, warp);
 #pragma unroll 1
         for (int32_t piece = 0; piece < Operands::kNumEpilogueStages; ++piece) {
+          put_aside<Operands::kNumEpilogueStages>(acc, piece, warp);
           // Signalled by the byte counts of the stage's copies, as a K block is.
           if (!device::mbarrier_wait(&shared.stage_full[stage.slot_idx()], stage.parity(),
                                      params.limits,
@@ -419,16 +442,13 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
             has_tile = false;
             packed_tile.num_rows = 0;
           }
-          epilogue.convert_stage(acc, prepared, sums, packed_tile, piece, warp,
+          epilogue.convert_stage(own_sums(warp), prepared, sums, packed_tile, piece, warp,
                                  shared.a[stage.slot_idx()], shared.b[stage.slot_idx()]);
           if (piece > 0) {
             release_stored_stage<kClusterSize, 1>(shared, stage.previous_slot_idx(), lane_idx,
                                                   stage_empty);
           }
           stage.advance();
-          constexpr int kPieceSums = 128 / Operands::kNumEpilogueStages;
-#pragma unroll
-          for (int i = 0; i < 128 - kPieceSums; ++i) acc[i] = acc[i + kPieceSums];
         }
         epilogue.finish(sums, packed_tile, warp);
         defer_nothing(packed);

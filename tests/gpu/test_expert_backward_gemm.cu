@@ -293,13 +293,13 @@ TEST(ExpertBackwardGemm, bitwise_equal_over_repeats_clusters_bands_and_grid_size
 
 // Every warp keeps every epilogue stage back for a different, random time.
 struct DelayedDgrad : expert::DgradEpilogue<false> {
-  __device__ void convert_stage(const float (&acc)[128], const Prepared& prepared, Sums& sums,
+  __device__ void convert_stage(const float4* own, const Prepared& prepared, Sums& sums,
                                 const expert::Tile& tile, int32_t piece,
                                 const expert::EpilogueWarp& warp, bf16* a, bf16* b) const {
     uint32_t h = (tile.row_begin + warp.warp_row + piece * 7u) * 2654435761u + clock();
     h ^= h >> 15;
     __nanosleep(h % 5000);
-    expert::DgradEpilogue<false>::convert_stage(acc, prepared, sums, tile, piece, warp, a, b);
+    expert::DgradEpilogue<false>::convert_stage(own, prepared, sums, tile, piece, warp, a, b);
   }
 };
 
