@@ -59,6 +59,7 @@ struct MoveLimits {
 // Rows [begin, begin + num_rows) of a block and their origins; in shared memory, one per warp. Push
 // has one rank: the destination.
 struct RowsSlot {
+  int32_t stride;  // quarters from one of the warp's to the next: in a register it would be spilled
   int32_t block, begin, num_rows;
   int32_t rank[kQuarterRows], route[kQuarterRows];
   float weight[kQuarterRows];
@@ -264,24 +265,23 @@ __device__ __forceinline__ bool needs_no_wait(const Pull& p, const RowsSlot& slo
   return slot.block - p.x_ring_blocks < p.table->shared_blocks && __any_sync(~0u, is_remote) == 0;
 }
 
-// Moves a warp's quarters, every num_warps-th from `quarter` on; kOnlyFirst: one, if it need not
+// Moves a warp's quarters, every slot.stride-th from `quarter` on; kOnlyFirst: one, if it need not
 // wait. Its look-up is on the way, and that of the quarter returned too. kGaveUp: a wait did. Way
 // is Pull or Push.
 inline constexpr int32_t kGaveUp = -1;
 template <bool kOnlyFirst, class Way, class Recorder, class Delay>
 __device__ __forceinline__ int32_t move_quarters(const Way& p, RowsSlot& slot, Recorder& recorder,
-                                                 int32_t quarter, int32_t num_warps,
-                                                 int32_t num_quarters, const MoveLimits& limits,
-                                                 const Delay& delay) {
+                                                 int32_t quarter, int32_t num_quarters,
+                                                 const MoveLimits& limits, const Delay& delay) {
   const int32_t lane_idx = threadIdx.x % 32;
   bool is_staged = false;
 #pragma unroll 1
-  for (; quarter < num_quarters; quarter += num_warps) {
+  for (; quarter < num_quarters; quarter += slot.stride) {
     if constexpr (kOnlyFirst) {
       if (!needs_no_wait(p, slot, lane_idx)) return quarter;
     }
     const auto q = take(p, slot, lane_idx);
-    look_up(p, quarter + num_warps, num_quarters, lane_idx, slot);
+    look_up(p, quarter + slot.stride, num_quarters, lane_idx, slot);
     if (q.num_rows > 0) {
       delay();
       if (!kOnlyFirst) {
@@ -302,9 +302,18 @@ __device__ __forceinline__ int32_t move_quarters(const Way& p, RowsSlot& slot, R
         recorder.add_dispatch(begin_ns, q.block, q.begin);
       }
     }
-    if (kOnlyFirst) return quarter + num_warps;
+    if (kOnlyFirst) return quarter + slot.stride;
   }
   return quarter;
+}
+
+// Of num_warps warps that share the quarters, this one begins: with the one of its index.
+template <class Way>
+__device__ __forceinline__ void look_up_first(const Way& p, RowsSlot& slot, int32_t warp_idx,
+                                              int32_t num_warps, int32_t num_quarters) {
+  if (threadIdx.x % 32 == 0) slot.stride = num_warps;
+  __syncwarp();  // to all lanes
+  look_up(p, warp_idx, num_quarters, threadIdx.x % 32, slot);
 }
 
 // Role of one warp. `recorder` writes the timeline, `delay` injects faults, after_first() is called
@@ -316,11 +325,11 @@ __device__ __forceinline__ void pull_rows(const Way& p, RowsSlot& slot, Recorder
                                           const MoveLimits& limits, const Delay& delay,
                                           const AfterFirst& after_first) {
   const int32_t num_quarters = p.num_quarters();
-  look_up(p, warp_idx, num_quarters, threadIdx.x % 32, slot);
+  look_up_first(p, slot, warp_idx, num_warps, num_quarters);
   const int32_t next =
-      move_quarters<true>(p, slot, recorder, warp_idx, num_warps, num_quarters, limits, delay);
+      move_quarters<true>(p, slot, recorder, warp_idx, num_quarters, limits, delay);
   after_first();  // before any wait: peers may wait for what it does
-  move_quarters<false>(p, slot, recorder, next, num_warps, num_quarters, limits, delay);
+  move_quarters<false>(p, slot, recorder, next, num_quarters, limits, delay);
 }
 
 }  // namespace moxie::dispatch

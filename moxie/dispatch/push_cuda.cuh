@@ -120,8 +120,8 @@ __device__ __forceinline__ void push_rows(const Push& p, RowsSlot& slot, Recorde
                                           int32_t warp_idx, int32_t num_warps,
                                           const MoveLimits& limits, const Delay& delay) {
   const int32_t num_quarters = p.num_quarters();
-  look_up(p, warp_idx, num_quarters, threadIdx.x % 32, slot);
-  move_quarters<false>(p, slot, recorder, warp_idx, num_warps, num_quarters, limits, delay);
+  look_up_first(p, slot, warp_idx, num_warps, num_quarters);
+  move_quarters<false>(p, slot, recorder, warp_idx, num_quarters, limits, delay);
 }
 
 }  // namespace moxie::dispatch
