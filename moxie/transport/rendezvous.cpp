@@ -36,6 +36,13 @@ int poll_ms(const Deadline& deadline) {
   return std::isinf(left_s) ? -1 : static_cast<int>(std::clamp(left_s * 1e3, 0.0, 1e9)) + 1;
 }
 
+// Of a rank that waits for rank 0, which has the same patience and tells who did not come: a little
+// more, for it to do so.
+Deadline deadline_behind_first(double timeout_s) {
+  constexpr double kToTell_s = 1;
+  return Deadline(timeout_s > 0 ? timeout_s + kToTell_s : 0);
+}
+
 // Waits until the socket can be read (POLLIN) or written (POLLOUT). A signal of the program is no
 // reason to give up. False: the deadline.
 bool wait_for(int socket, short what, const Deadline& deadline) {
@@ -240,9 +247,7 @@ void Rendezvous::connect_to_first(const std::string& address, double timeout_s) 
          ErrorCode::invalid_argument);
   send_message(sockets_[0], fmt::format("{} of {}", rank_, num_ranks_), {}, deadline);
   Contribution answer;
-  // Rank 0 has the same patience, and tells; a little more for it to do so.
-  const Received seen =
-      receive_message(sockets_[0], Deadline(timeout_s > 0 ? timeout_s + 1 : 0), answer);
+  const Received seen = receive_message(sockets_[0], deadline_behind_first(timeout_s), answer);
   if (seen != Received::message) {
     fail(fmt::format("rank 0 of process world '{}' {} before all ranks were there", name_,
                      seen == Received::ended ? "ended" : "said nothing"));
@@ -286,7 +291,7 @@ std::vector<Contribution> Rendezvous::all_gather(const char* what, const std::st
     for (const int descriptor : descriptors) own.descriptors.push_back(::dup(descriptor));
     return gather_at_first(what, std::move(own), timeout_s);
   }
-  const Deadline deadline(timeout_s > 0 ? timeout_s + 1 : 0);
+  const Deadline deadline = deadline_behind_first(timeout_s);
   send_message(sockets_[0], text, descriptors, deadline);
   std::vector<Contribution> all(static_cast<std::size_t>(num_ranks_));
   for (Contribution& one : all) {
