@@ -18,7 +18,11 @@ using Addresses = std::vector<Address>;  // of the parts that the layer has, in 
 class Shares {
  public:
   Shares(const LayerHandle& layer, std::int64_t num_tokens)
-      : problem_(layer.problem), local_(layer.world->local), num_tokens_(num_tokens) {}
+      : problem_(layer.problem), local_(layer.world->local), num_tokens_(num_tokens) {
+    experts_before_.push_back(0);
+    for (std::int64_t i = 0; i < local_.count; ++i)
+      experts_before_.push_back(experts_before_.back() + num_experts(i));
+  }
 
   const Problem& problem() const { return problem_; }
   std::int64_t num_ranks() const { return local_.count; }
@@ -63,9 +67,7 @@ class Shares {
     return num_local_experts(problem_.num_experts, problem_.num_ranks, RankId{rank(i)});
   }
   std::int64_t experts_before(std::int64_t i) const {
-    std::int64_t n = 0;
-    while (i > 0) n += num_experts(--i);
-    return n;
+    return experts_before_[static_cast<std::size_t>(i)];
   }
   TensorView view(const char* name, Address at, std::int64_t offset, DType dtype, Shape shape,
                   std::int64_t i) const {
@@ -101,6 +103,7 @@ class Shares {
   const Problem& problem_;
   RankRange local_;
   std::int64_t num_tokens_;
+  std::vector<std::int64_t> experts_before_;  // [ranks of this process + 1]
   Overlaps overlaps_;
 };
 
