@@ -15,12 +15,22 @@ from moxie.torch.ops import check_backward, check_forward
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
+def _cannot_tell() -> bool:
+    """In the place of a question that this torch does not answer: somebody may be looking, so the ops it is."""
+    return True
+
+
+# Private to torch. In one that has them no more every pass goes through the ops: slower, and right.
+_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", _cannot_tell)
+_functorch_transforms = getattr(torch._C, "_are_functorch_transforms_active", _cannot_tell)
+
+
 def is_plain(*tensors: Any) -> bool:
     """Whether a pass of these may go this way."""
     return not (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
+        or _dispatch_modes()
+        or _functorch_transforms()
         or torch.jit.is_tracing()
         or not _PLAIN.issuperset(map(type, tensors))
     )
@@ -62,5 +72,5 @@ class MoEPass(torch.autograd.Function):
         return dx, None, d_route_weights, None, None, *of_weights
 
 
-# Function.apply without its look for functorch, which is_plain has had: some 5 us.
-apply = super(torch.autograd.Function, MoEPass).apply
+# Function.apply without its look for functorch, which is_plain has had: some 5 us. Private, too.
+apply = getattr(super(torch.autograd.Function, MoEPass), "apply", MoEPass.apply)
