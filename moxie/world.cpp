@@ -7,12 +7,13 @@
 
 #include "moxie/backend.h"
 #include "moxie/moxie.h"
+#include "moxie/transport/gpu_ranks.h"
 #include "moxie/transport/nccl_window.h"
 
 namespace moxie {
 namespace {
 
-constexpr std::int64_t kMaxCpuRanks = 1024, kMaxGpuRanks = 64;
+constexpr std::int64_t kMaxCpuRanks = 1024;
 
 [[noreturn]] void fail(const std::string& sentence) {
   throw Error(ErrorCode::invalid_argument, sentence);
@@ -79,7 +80,7 @@ World World::cpu_process(const WorldOptions& options, const ProcessOptions& proc
 }
 
 World World::cuda(const WorldOptions& options, [[maybe_unused]] const CudaOptions& cuda) {
-  check_world("CUDA", options, kMaxGpuRanks);
+  check_world("CUDA", options, transport::kMaxGpuRanks);
 #if MOXIE_HAS_CUDA
   return World(make_cuda_backend(options, cuda));
 #else
@@ -90,7 +91,7 @@ World World::cuda(const WorldOptions& options, [[maybe_unused]] const CudaOption
 }
 
 World World::nccl(const WorldOptions& options, const NcclOptions& nccl) {
-  check_world_of_processes("NCCL", options, nccl.rank, kMaxGpuRanks);
+  check_world_of_processes("NCCL", options, nccl.rank, transport::kMaxGpuRanks);
   if (nccl.comm == nullptr && nccl.unique_id.size() != transport::kNcclIdBytes) {
     fail(
         fmt::format("unique_id of a NCCL world has {} bytes, must have {}: those of "

@@ -108,6 +108,12 @@ TEST(NcclLibrary, WhatCannotServeIsRefused) {
             fake("good"));
 }
 
+TEST(CudaWorld, HasNoMoreRanksThanOneOverNccl) {
+  expect_error(ErrorCode::invalid_argument,
+               {"num_ranks of a CUDA world is 65", "between 1 and 64", "nearest legal value 64"},
+               [] { World::cuda({.num_ranks = 65, .timeout_s = 1}); });
+}
+
 TEST(NcclWorld, OptionsAreCheckedFirst) {
   const std::string id(128, 'x');
   int somebody = 0;

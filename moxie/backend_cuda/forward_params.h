@@ -16,9 +16,9 @@ struct ForwardRank : PassRank {
 };
 
 struct ForwardCommon : PassCommon {
-  static constexpr bool kOneLaunch = false;  // split mode takes one per phase
-  std::byte* workspaces[kMaxRanks];          // push dispatch writes there
-  bf16* keep_x[kMaxRanks];                   // [saved_blocks * 128, H] context or null, likewise
+  static constexpr bool kOneLaunch = false;        // split mode takes one per phase
+  std::byte* workspaces[transport::kMaxGpuRanks];  // push dispatch writes there
+  bf16* keep_x[transport::kMaxGpuRanks];  // [saved_blocks * 128, H] context or null, likewise
 };
 
 template <int kNumLocalRanks>

@@ -13,12 +13,12 @@
 #include "moxie/pipeline/tasks.h"
 #include "moxie/schedule/schedule_cuda.cuh"
 #include "moxie/trace/device_trace.h"
+#include "moxie/transport/gpu_ranks.h"
 
 namespace moxie::backend_cuda {
 
 inline constexpr int kMaxLocalRanks =
-    8;                                // of one launch: 4 KB of parameters each, 32 KB are allowed
-inline constexpr int kMaxRanks = 64;  // one heap address each
+    8;  // of one launch: 4 KB of parameters each, 32 KB are allowed
 inline constexpr std::size_t kMaxParamBytes = 32764;
 // ExpiredWait::what: a WaitFor from here on, below it a WaitSite of the GEMM loop.
 inline constexpr std::uint32_t kWaitForBase = 64;
@@ -111,7 +111,7 @@ struct PassCommon {
   pipeline::WorkspaceLayout workspace;
   pipeline::CounterLayout counters;
   CudaWorkspaceLayout cuda_workspace;
-  std::byte* heaps[kMaxRanks];
+  std::byte* heaps[transport::kMaxGpuRanks];
   FaultInjection faults;
   std::int64_t proven_blocks;    // capacity at which no routing can exceed it
   std::int64_t saved_blocks;     // routed blocks whose z (and x) the context keeps

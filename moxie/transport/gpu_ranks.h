@@ -10,6 +10,9 @@
 
 namespace moxie::transport {
 
+// Most ranks of a World: a kernel's parameters hold an address of each, a meeting board a slot.
+inline constexpr std::int64_t kMaxGpuRanks = 64;
+
 // One block of GPU memory for every rank; this rank's is freed with it.
 class RankBlocks {
  public:

@@ -12,7 +12,7 @@
 namespace moxie::transport {
 namespace {
 
-constexpr std::int64_t kRanks = MeetingBoard::kMaxRanks, kSlotBytes = 4096;
+constexpr std::int64_t kRanks = kMaxGpuRanks, kSlotBytes = 4096;
 static_assert(kMaxMeetingText < kSlotBytes);
 
 // A text is written before its word, so whoever sees the word reads the text. Two banks of texts: a

@@ -15,7 +15,6 @@ namespace moxie::transport {
 
 class MeetingBoard {
  public:
-  static constexpr std::int64_t kMaxRanks = 64;
   static const std::int64_t kNumBytes;  // of a rank
 
   // `blocks`: kNumBytes zeroes of every rank, seen by all of them. This rank's GPU is `device`.
