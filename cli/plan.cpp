@@ -8,7 +8,7 @@
 #include "cli/options.h"
 #include "cli/planner_words.h"
 #include "cli/verbs.h"
-#include "moxie/pipeline/layout.h"
+#include "moxie/pipeline/cuda_layout.h"
 #include "moxie/planner/explain.h"
 
 namespace moxie::cli {
@@ -38,7 +38,7 @@ std::string time_words(const planner::RatedPlan& plan, planner::Passes passes) {
 
 void print_memory(const Problem& problem, const Plan& plan, planner::Passes passes) {
   std::int64_t total = 0;
-  for (const pipeline::NamedBytes& b : pipeline::buffer_bytes(problem, plan)) {
+  for (const pipeline::NamedBytes& b : pipeline::cuda_buffer_bytes(problem, plan)) {
     if (std::string_view(b.name) == "total") {
       total = b.num_bytes;
       continue;
@@ -120,7 +120,7 @@ Json choice_json(const PlanOptions& o, const Problem& problem, const planner::Ma
     json["bounds"]["backward"] = to_json(c.backward_bounds);
     json["backward"] = to_json(c.backward);
   }
-  for (const pipeline::NamedBytes& b : pipeline::buffer_bytes(problem, c.chosen.plan))
+  for (const pipeline::NamedBytes& b : pipeline::cuda_buffer_bytes(problem, c.chosen.plan))
     json["memory_bytes"][b.name] = b.num_bytes;
   json["why"] = c.why;
   json["notes"] = c.notes;

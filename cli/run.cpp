@@ -6,6 +6,7 @@
 #include <memory>
 #include <thread>
 
+#include "cli/bench_target.h"
 #include "cli/device_tensors.h"
 #include "cli/dump.h"
 #include "cli/errors.h"
@@ -104,7 +105,7 @@ int run(RunOptions options, const std::vector<std::string>& command) {
                                      : Layer(world, setup.problem);
     report.plan = layer.plan();
     report.plan_source = layer.plan_source();
-    for (const BufferBytes& buffer : layer.memory()) report.memory_bytes += buffer.num_bytes;
+    report.memory_bytes = memory_bytes(layer);
     for (std::size_t rank = 0; rank < setup.tokens.size(); ++rank) {
       results.push_back(allocate_results(setup.problem, setup.types,
                                          static_cast<std::int64_t>(rank), setup.tokens[rank],

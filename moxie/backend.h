@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "moxie/moxie.h"
+#include "moxie/pipeline/layout.h"
 
 namespace moxie {
 
@@ -33,6 +34,9 @@ class BackendLayer {
                         std::span<const BackwardOutput> outputs, trace::Trace* trace) = 0;
   // [T_max, H] where stage puts x of a rank; it copies nothing if the caller's x is there already.
   virtual std::byte* input_buffer(std::int64_t rank) const = 0;
+  // Every buffer of one rank, and last their "total". Of the layer's own size where the world's
+  // heap is larger.
+  virtual std::vector<pipeline::NamedBytes> memory() const = 0;
 
   const std::uint64_t id;  // never used twice in a process: a context outlives its layer without
                            // mistaking another for it

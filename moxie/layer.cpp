@@ -397,8 +397,7 @@ TensorView Layer::input_buffer(std::int64_t rank) const {
 
 std::vector<BufferBytes> Layer::memory() const {
   std::vector<BufferBytes> out;
-  for (const auto& b : pipeline::buffer_bytes(state_->problem, state_->plan))
-    out.push_back({b.name, b.num_bytes});
+  for (const pipeline::NamedBytes& b : state_->impl->memory()) out.push_back({b.name, b.num_bytes});
   return out;
 }
 

@@ -204,7 +204,7 @@ class Context {
 };
 
 struct BufferBytes {
-  std::string name;        // "heap.x_in", "workspace.hidden_ring", ...
+  std::string name;        // "heap.x_in", "forward.hidden_ring", ..., last "total"
   std::int64_t num_bytes;  // per rank
 };
 
@@ -242,6 +242,11 @@ class Layer {
   TensorView input_buffer(std::int64_t rank) const;
 
   Context make_context() const;
+  // Every buffer of one rank, as asked for (CUDA rounds each allocation up, to 2 MiB at most), and
+  // their "total": heap, workspace and, on CUDA, what the world needs beside the heap and what
+  // traced passes have recorded into. It is less than the sum, since forward and backward share
+  // addresses. Contexts tell their bytes themselves. The heap is there once per world, as large as
+  // its largest layer needs.
   std::vector<BufferBytes> memory() const;
 
  private:

@@ -27,6 +27,7 @@ TEST_F(CliPlan, TableAndJsonSayTheSame) {
   EXPECT_GT(report["chosen"]["forward_ms"].get<double>(), 0);
   EXPECT_TRUE(report["chosen"]["backward_ms"].is_null());
   EXPECT_EQ(report["memory_bytes"]["heap.x_in"].get<std::int64_t>(), 256 * 2048 * 2);
+  EXPECT_EQ(report["memory_bytes"]["cuda.pulled"].get<std::int64_t>(), 2 * 256 * 8);
 }
 
 TEST_F(CliPlan, SimulationLeavesATimelineThatTraceReads) {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <nlohmann/json.hpp>
 
+#include "moxie/pipeline/layout.h"
 #include "tests/support/cli_runner.h"
 
 namespace moxie::test {
@@ -46,6 +47,22 @@ TEST_F(CliRun, EveryKindOfLayerPassesItsCheck) {
     EXPECT_EQ(json["same_bits"]["plans"].size(), 2u);
     EXPECT_EQ(json["check"]["tokens_checked"], json["check"]["tokens"]);
   }
+}
+
+// Heap and workspace, whose buffers for forward and backward share addresses.
+TEST_F(CliRun, MemoryIsWhatWasAllocated) {
+  const Problem p{.num_ranks = 2,
+                  .max_tokens = 40,
+                  .hidden = 192,
+                  .intermediate = 128,
+                  .num_experts = 6,
+                  .top_k = 2};
+  const auto json = report(
+      "--ranks 2 --tokens 40 --hidden 192 --intermediate 128 --experts 6 --top-k 2 "
+      "--shared-intermediate 0 --repeat 1");
+  const Plan plan = pipeline::resolve(p, pipeline::default_plan(p));
+  EXPECT_EQ(json["memory_bytes_per_rank"],
+            pipeline::heap_layout(p).num_bytes + pipeline::workspace_layout(p, plan).num_bytes);
 }
 
 TEST_F(CliRun, PlanOptionsReachThePlan) {

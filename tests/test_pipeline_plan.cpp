@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "moxie/core/error.h"
-#include "moxie/pipeline/layout.h"
+#include "moxie/pipeline/cuda_layout.h"
 #include "moxie/pipeline/plan.h"
 
 namespace moxie::pipeline {
@@ -347,16 +347,84 @@ TEST(PipelineLayout, OffsetsAre64Bit) {
   EXPECT_GT(w.x_ring.num_bytes, 1ll << 37);
 }
 
-TEST(PipelineLayout, MemoryTableAddsUp) {
-  const Problem p = legal();
-  const Plan plan = resolve(p, {});
-  const auto table = buffer_bytes(p, plan);
-  std::int64_t total = 0;
-  for (const auto& b : table) {
-    EXPECT_GT(b.num_bytes, 0) << b.name;
-    if (std::string_view(b.name) == "total") total = b.num_bytes;
+// A layer with every buffer, and plans that use them.
+Problem everything() {
+  Problem p = legal();
+  p.max_tokens = 500;
+  p.shared.intermediate = 192;
+  p.expert_bias = true;
+  return p;
+}
+std::vector<Plan> plans_of_all_buffers(const Problem& p) {
+  std::vector<Plan> plans;
+  for (const Plan& plan :
+       {Plan{}, Plan{.combine = CombineMode::comm_workers}, Plan{.dispatch = DispatchMode::push},
+        Plan{.order = TaskOrder::lag, .chunk_blocks = 2}, Plan{.save = SavePolicy::z_and_x}})
+    plans.push_back(resolve(p, plan));
+  return plans;
+}
+
+// The lines are the whole allocation but for what aligning a region leaves empty; the last one is
+// the allocation.
+void expect_adds_up(const std::vector<NamedBytes>& table, std::int64_t num_bytes) {
+  std::int64_t both = 0, forward = 0, backward = 0;
+  for (const NamedBytes& b : table) {
+    const std::string_view name = b.name;
+    EXPECT_GT(b.num_bytes, 0) << name;
+    if (&b == &table.back()) continue;
+    (name.starts_with("forward.")    ? forward
+     : name.starts_with("backward.") ? backward
+                                     : both) += b.num_bytes;
   }
-  EXPECT_EQ(total, heap_layout(p).num_bytes + workspace_layout(p, plan).num_bytes);
+  EXPECT_STREQ(table.back().name, "total");
+  EXPECT_EQ(table.back().num_bytes, num_bytes);
+  const std::int64_t sum = both + std::max(forward, backward);
+  EXPECT_LE(sum, num_bytes);
+  EXPECT_GT(sum + 50 * kRegionAlign, num_bytes);
+}
+
+TEST(PipelineLayout, MemoryTableAddsUp) {
+  const Problem p = everything();
+  for (const Plan& plan : plans_of_all_buffers(p))
+    expect_adds_up(buffer_bytes(p, plan),
+                   heap_layout(p).num_bytes + workspace_layout(p, plan).num_bytes);
+}
+
+TEST(PipelineLayout, MemoryTableOfAGpuAddsUp) {
+  for (const std::int64_t ranks : {1, 4}) {
+    Problem p = everything();
+    p.num_ranks = ranks;
+    for (const Plan& plan : plans_of_all_buffers(p))
+      expect_adds_up(cuda_buffer_bytes(p, plan),
+                     heap_layout(p).num_bytes + cuda_workspace_layout(p, plan).num_bytes);
+  }
+}
+
+// Written out: 4 ranks, 500 tokens, 16 experts, K = 4, whole blocks of 128 rows.
+TEST(PipelineLayout, WhatOnlyTheGpuKeeps) {
+  const Problem p = everything();
+  const Plan plan = resolve(p, {});
+  ASSERT_EQ(plan.capacity_rows, 4 * 500 * 4 / 128 * 128 + 4 * 128);  // 62 whole blocks and 4 begun
+  const CudaWorkspaceLayout l = cuda_workspace_layout(p, plan);
+  EXPECT_EQ(l.sort_counts.num_bytes, 64 * 16 * 4);
+  EXPECT_EQ(l.result.num_bytes, 4 * 4);
+  EXPECT_EQ(l.pulled.num_bytes, 4 * 500 * 8);
+  EXPECT_EQ(l.words.num_bytes, 2 * 3 * 4);
+  const std::int64_t chunks = 66 + 4 + 4 + 1;  // routed blocks, shared ones, experts, one more
+  EXPECT_EQ(l.step_pair.num_bytes, (2 * chunks + plan.lag_chunks + 2) * 8);
+  EXPECT_EQ(l.dy_bias.num_bytes, plan.capacity_rows * 4);
+  std::int64_t end = workspace_layout(p, plan).num_bytes;
+  for (const Region& region :
+       {l.sort_counts, l.result, l.pulled, l.words, l.step_pair, l.dy_bias}) {
+    EXPECT_EQ(region.offset, align_up(end, kRegionAlign));
+    end = region.offset + region.num_bytes;
+  }
+  EXPECT_EQ(l.num_bytes, align_up(end, kRegionAlign));
+  Problem alone = p;
+  alone.num_ranks = 1;
+  alone.expert_bias = false;
+  const CudaWorkspaceLayout one = cuda_workspace_layout(alone, resolve(alone, {}));
+  EXPECT_EQ(one.pulled.num_bytes + one.dy_bias.num_bytes, 0);
 }
 
 TEST(PipelineSignals, WordsOnlyGrow) {

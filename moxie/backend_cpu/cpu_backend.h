@@ -80,6 +80,9 @@ class CpuLayer final : public BackendLayer {
   void backward(const ContextState& context, std::span<const BackwardInput> inputs,
                 std::span<const BackwardOutput> outputs, trace::Trace* trace) override;
   std::byte* input_buffer(std::int64_t rank) const override;
+  std::vector<pipeline::NamedBytes> memory() const override {
+    return pipeline::buffer_bytes(shape_.problem, shape_.plan);
+  }
 
  private:
   std::int64_t workers_per_rank() const {

@@ -69,6 +69,11 @@ class CudaBackend final : public Backend {
   std::unique_ptr<transport::RankBlocks> make_workspaces(std::int64_t num_bytes, const Plan& plan);
   device::ExpiredWait* expired() const { return expired_.device_pointer(); }
   PassReport* report(std::int64_t rank) const { return reports_.device_pointer() + rank; }
+  // GPU memory of one rank that is there once for the world, beside the heap.
+  std::vector<pipeline::NamedBytes> world_bytes() const {
+    return {{"world.abort_words", abort_words_->num_bytes()},
+            {"world.board", ranks_->meeting_bytes()}};
+  }
   void attach(CudaLayer* layer) { layers_.push_back(layer); }
   void detach(CudaLayer* layer);
   void reserve(const pipeline::HeapLayout& heap);

@@ -139,7 +139,7 @@ BackwardPass::BackwardPass(const LayerMemory& memory)
   const Plan& plan = memory.plan;
   describe_common(common_);
   common_.num_slabs = 1;  // rows go home whole
-  common_.pulls_once = backward_pulls_once(problem);
+  common_.pulls_once = pipeline::backward_pulls_once(problem);
   common_.ring_rows = plan.backward_ring_blocks * kBlockRows;
   common_.ring_width = common_.extents.wide_intermediate;
   common_.pulls_x = common_.workspace.xb_ring.num_bytes > 0;

@@ -72,10 +72,28 @@ std::unique_ptr<ContextState> CudaLayer::make_context() {
   return context;
 }
 
+std::vector<pipeline::NamedBytes> CudaLayer::memory() const {
+  std::vector<pipeline::NamedBytes> table =
+      pipeline::cuda_buffer_bytes(memory_.problem, memory_.plan);
+  pipeline::NamedBytes total = table.back();
+  table.pop_back();
+  std::vector<pipeline::NamedBytes> more = memory_.backend.world_bytes();
+  more.push_back({"trace.forward", forward_.trace_bytes()});
+  if (backward_) more.push_back({"trace.backward", backward_->trace_bytes()});
+  for (const pipeline::NamedBytes& b : more) {
+    if (b.num_bytes == 0) continue;
+    table.push_back(b);
+    total.num_bytes += b.num_bytes;
+  }
+  table.push_back(total);
+  return table;
+}
+
 void CudaLayer::clear_counters() {
   const pipeline::WorkspaceLayout workspace =
       pipeline::workspace_layout(memory_.problem, memory_.plan);
-  const CudaWorkspaceLayout cuda = cuda_workspace_layout(memory_.problem, memory_.plan);
+  const pipeline::CudaWorkspaceLayout cuda =
+      pipeline::cuda_workspace_layout(memory_.problem, memory_.plan);
   for (const std::int64_t r : memory_.backend.ranks_here()) {
     const DeviceGuard guard(memory_.backend.device_of(r));
     const auto clear = [&](const pipeline::Region& region) {
@@ -94,7 +112,8 @@ void CudaLayer::clear_counters() {
 }
 
 pipeline::Verdict CudaLayer::last_verdict(std::int64_t rank) const {
-  const CudaWorkspaceLayout cuda = cuda_workspace_layout(memory_.problem, memory_.plan);
+  const pipeline::CudaWorkspaceLayout cuda =
+      pipeline::cuda_workspace_layout(memory_.problem, memory_.plan);
   ScheduleResult result{};
   const DeviceGuard guard(memory_.backend.device_of(rank));
   check_cuda(cudaMemcpy(&result, memory_.workspace(rank) + cuda.result.offset, sizeof(result),

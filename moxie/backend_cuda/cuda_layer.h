@@ -22,6 +22,7 @@ class CudaLayer final : public BackendLayer {
   void backward(const ContextState& context, std::span<const BackwardInput> inputs,
                 std::span<const BackwardOutput> outputs, trace::Trace* trace) override;
   std::byte* input_buffer(std::int64_t rank) const override { return memory_.input_buffer(rank); }
+  std::vector<pipeline::NamedBytes> memory() const override;
 
   // What the rank's last pass agreed on; after the pass.
   pipeline::Verdict last_verdict(std::int64_t rank) const;

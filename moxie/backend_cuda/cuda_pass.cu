@@ -39,7 +39,7 @@ LayerMemory::LayerMemory(CudaBackend& of, const Problem& for_problem, const Plan
                          const CudaLayer* of_layer)
     : backend(of), problem(for_problem), plan(by_plan), layer(of_layer) {
   backend.reserve(pipeline::heap_layout(problem));
-  const std::int64_t bytes = cuda_workspace_layout(problem, plan).num_bytes;
+  const std::int64_t bytes = pipeline::cuda_workspace_layout(problem, plan).num_bytes;
   workspaces = backend.make_workspaces(bytes, plan);
 }
 
@@ -123,7 +123,7 @@ void CudaPass::describe_common(PassCommon& common) const {
   common.heap = pipeline::heap_layout(common.problem);
   common.workspace = pipeline::workspace_layout(common.problem, common.plan);
   common.counters = pipeline::counter_layout(common.extents);
-  common.cuda_workspace = cuda_workspace_layout(common.problem, common.plan);
+  common.cuda_workspace = pipeline::cuda_workspace_layout(common.problem, common.plan);
   for (std::int64_t r = 0; r < common.problem.num_ranks; ++r) common.heaps[r] = backend.heap(r);
   common.proven_blocks = pipeline::worst_case_blocks(common.problem);
   common.saved_blocks = pipeline::saved_blocks(common.plan);
@@ -165,7 +165,8 @@ void CudaPass::poison(std::int64_t rank, const void* x, cudaStream_t stream) con
       pipeline::workspace_layout(memory_.problem, memory_.plan);
   for (const pipeline::Region& region : pipeline::poisoned_workspace(workspace))
     spoil(memory_.workspace(rank) + region.offset, region.num_bytes, stream);
-  const CudaWorkspaceLayout cuda = cuda_workspace_layout(memory_.problem, memory_.plan);
+  const pipeline::CudaWorkspaceLayout cuda =
+      pipeline::cuda_workspace_layout(memory_.problem, memory_.plan);
   for (const pipeline::Region& region :
        {cuda.sort_counts, cuda.result, cuda.step_pair, cuda.dy_bias})
     spoil(memory_.workspace(rank) + region.offset, region.num_bytes, stream);

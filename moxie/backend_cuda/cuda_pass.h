@@ -63,6 +63,8 @@ class CudaPass {
   CudaPass(const CudaPass&) = delete;
   CudaPass& operator=(const CudaPass&) = delete;
 
+  std::int64_t trace_bytes() const { return traces_.num_bytes(); }  // of one rank
+
  protected:
   // forward_kernel() or backward_kernel().
   using KernelOf = FusedKernel (*)(bool general, bool several_ranks, int cluster_size);

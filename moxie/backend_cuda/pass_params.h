@@ -9,13 +9,16 @@
 
 #include "moxie/device/bounded_wait.cuh"
 #include "moxie/moxie.h"
-#include "moxie/pipeline/layout.h"
+#include "moxie/pipeline/cuda_layout.h"
 #include "moxie/pipeline/tasks.h"
 #include "moxie/schedule/schedule_cuda.cuh"
 #include "moxie/trace/device_trace.h"
 #include "moxie/transport/gpu_ranks.h"
 
 namespace moxie::backend_cuda {
+
+using pipeline::PassWords;
+using pipeline::ScheduleResult;
 
 inline constexpr int kMaxLocalRanks =
     8;  // of one launch: 4 KB of parameters each, 32 KB are allowed
@@ -29,57 +32,6 @@ struct PassReport {
   std::int64_t bad_route, bad_id;  // invalid_route
   std::int64_t wanted_blocks;      // capacity_exceeded: what this rank would have needed
 };
-
-// Workspace of one rank: pipeline/layout.h's, then what only the GPU needs.
-struct CudaWorkspaceLayout {
-  pipeline::Region sort_counts;  // i32 [kMaxSortCtas, E]
-  pipeline::Region result;       // ScheduleResult
-  pipeline::Region pulled;       // u64 [R, T_max] of dispatch, where a token is pulled once
-  pipeline::Region words;        // PassWords [2]: two banks, like the counters
-  pipeline::Region step_pair;    // i64 [steps + 1] backward, clusters of two: pipeline/pairs.h
-  pipeline::Region dy_bias;      // f32 [routed_blocks * 128] backward: dY . bd of each row
-  pipeline::Region
-      partial_tiles;  // WorkspaceLayout::wgrad_partial, as the threads of a tile hold it
-  std::int64_t num_bytes = 0;
-};
-struct ScheduleResult {
-  std::int32_t num_blocks;
-  std::int32_t push_blocks;  // forward: PushTable::num_blocks
-  std::int32_t num_chunks;   // backward
-  std::uint32_t verdict;     // pipeline::Verdict
-};
-struct PassWords {
-  std::uint32_t num_counted;  // CTAs whose route counts are written
-  std::uint32_t num_placed;   // CTAs whose routes are placed and shared rows weighed
-  std::uint32_t bad_route;    // see RouteSort
-};
-// A token crosses the link once where the ring keeps the rows of the whole pass. (Its place among
-// all ranks' tokens is kept in 32 bits.)
-inline bool pulls_once(const Problem& p, const Plan& plan) {
-  return plan.dispatch == DispatchMode::pull && p.num_ranks > 1 &&
-         p.num_ranks * p.max_tokens <= INT32_MAX &&
-         plan.x_ring_blocks >= plan.capacity_rows / pipeline::kBlockRows;
-}
-// In the backward, as long as slots are used for the first time.
-inline bool backward_pulls_once(const Problem& p) {
-  return p.num_ranks > 1 && p.num_ranks * p.max_tokens <= INT32_MAX;
-}
-inline CudaWorkspaceLayout cuda_workspace_layout(const Problem& p, const Plan& plan) {
-  const pipeline::WorkspaceLayout common = pipeline::workspace_layout(p, plan);
-  pipeline::RegionPacker pack;
-  pack.rewind(align_up(common.num_bytes, pipeline::kRegionAlign));
-  CudaWorkspaceLayout l;
-  l.sort_counts = pack.take(schedule::kMaxSortCtas * p.num_experts * 4);
-  l.result = pack.take(sizeof(ScheduleResult));
-  const bool once = pulls_once(p, plan) || backward_pulls_once(p);
-  l.pulled = pack.take(once ? p.num_ranks * p.max_tokens * 8 : 0);
-  l.words = pack.take(2 * sizeof(PassWords));
-  l.step_pair = pack.take((2 * pipeline::extents(p, plan).chunks + plan.lag_chunks + 2) * 8);
-  l.dy_bias = pack.take(p.expert_bias ? plan.capacity_rows * 4 : 0);
-  l.partial_tiles = common.wgrad_partial;
-  l.num_bytes = pack.end();
-  return l;
-}
 
 // One rank's part of a launch, whatever the direction.
 struct PassRank {
@@ -110,7 +62,7 @@ struct PassCommon {
   pipeline::HeapLayout heap;
   pipeline::WorkspaceLayout workspace;
   pipeline::CounterLayout counters;
-  CudaWorkspaceLayout cuda_workspace;
+  pipeline::CudaWorkspaceLayout cuda_workspace;
   std::byte* heaps[transport::kMaxGpuRanks];
   FaultInjection faults;
   std::int64_t proven_blocks;    // capacity at which no routing can exceed it
@@ -122,7 +74,7 @@ struct PassCommon {
   std::int32_t ctas_per_rank;
   std::int32_t num_slabs;  // column slabs of the rows that go home; backward: 1
   std::uint32_t phases;    // of this launch
-  bool pulls_once;         // a token crosses the link once: CudaWorkspaceLayout::pulled
+  bool pulls_once;         // a token crosses the link once: cuda_workspace.pulled
   bool keep_schedule;      // measuring: nothing is staged, the tables of the pass before hold
 };
 

@@ -1,6 +1,8 @@
 // Contract: trace_buffers.h.
 #include "moxie/backend_cuda/trace_buffers.h"
 
+#include <algorithm>
+
 #include "moxie/backend_cuda/sentence.h"
 
 namespace moxie::backend_cuda {
@@ -31,6 +33,13 @@ void TraceBuffers::bind(bool traced, std::int64_t rank, int device, std::int32_t
   params.events = r.events.as<DeviceEvent>();
   params.num_events = r.num_events.as<std::uint32_t>();
   params.event_capacity = static_cast<std::uint32_t>(capacity);
+}
+
+std::int64_t TraceBuffers::num_bytes() const {
+  std::int64_t most = 0;
+  for (const Rank& r : ranks_)
+    most = std::max(most, r.events.num_bytes() + r.num_events.num_bytes());
+  return most;
 }
 
 std::int64_t TraceBuffers::collect(trace::Trace& trace) const {

@@ -16,6 +16,7 @@ class TraceBuffers {
             std::int32_t capacity, PassRank& params);
   // After the pass: the events of all ranks. Returns how many were lost.
   std::int64_t collect(trace::Trace& trace) const;
+  std::int64_t num_bytes() const;  // of one rank, the widest; 0 before the first traced pass
 
  private:
   struct Rank {

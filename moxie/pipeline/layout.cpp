@@ -1,6 +1,10 @@
 // Lists made of the layouts: every buffer with its bytes, and what fault injection may spoil.
 #include "moxie/pipeline/layout.h"
 
+#include <utility>
+
+#include "moxie/pipeline/cuda_layout.h"
+
 namespace moxie::pipeline {
 
 std::vector<Region> poisoned_heap(const HeapLayout& heap, bool x_in_place) {
@@ -14,10 +18,11 @@ std::vector<Region> poisoned_workspace(const WorkspaceLayout& w) {
   return {{0, w.pass_count.offset}, {w.tables_bytes, w.num_bytes - w.tables_bytes}};
 }
 
-std::vector<NamedBytes> buffer_bytes(const Problem& problem, const Plan& plan) {
-  const HeapLayout h = heap_layout(problem);
-  const WorkspaceLayout w = workspace_layout(problem, plan);
-  std::vector<NamedBytes> table = {
+namespace {
+
+// Without the last line, `total`.
+std::vector<NamedBytes> common_bytes(const HeapLayout& h, const WorkspaceLayout& w) {
+  return {
       {"heap.signals", h.signals_bytes},
       {"heap.x_in", h.x_in.num_bytes},
       {"heap.dy_in", h.dy_in.num_bytes},
@@ -37,10 +42,34 @@ std::vector<NamedBytes> buffer_bytes(const Problem& problem, const Plan& plan) {
        w.dgate_ring.num_bytes + w.dup_ring.num_bytes + w.wa_ring.num_bytes},
       {"backward.dw_partial", w.dw_partial.num_bytes},
       {"backward.wgrad_partial", w.wgrad_partial.num_bytes},
-      {"total", h.num_bytes + w.num_bytes},  // forward and backward share addresses
   };
+}
+
+// Forward and backward share addresses, so a total is no sum.
+std::vector<NamedBytes> with_total(std::vector<NamedBytes> table, std::int64_t total) {
   std::erase_if(table, [](const NamedBytes& b) { return b.num_bytes == 0; });
+  table.push_back({"total", total});
   return table;
+}
+
+}  // namespace
+
+std::vector<NamedBytes> buffer_bytes(const Problem& problem, const Plan& plan) {
+  const HeapLayout h = heap_layout(problem);
+  const WorkspaceLayout w = workspace_layout(problem, plan);
+  return with_total(common_bytes(h, w), h.num_bytes + w.num_bytes);
+}
+
+std::vector<NamedBytes> cuda_buffer_bytes(const Problem& problem, const Plan& plan) {
+  const HeapLayout h = heap_layout(problem);
+  const CudaWorkspaceLayout c = cuda_workspace_layout(problem, plan);
+  std::vector<NamedBytes> table = common_bytes(h, workspace_layout(problem, plan));
+  table.insert(table.end(), {{"cuda.sort_counts", c.sort_counts.num_bytes},
+                             {"cuda.words", c.result.num_bytes + c.words.num_bytes},
+                             {"cuda.pulled", c.pulled.num_bytes},
+                             {"cuda.step_pair", c.step_pair.num_bytes},
+                             {"cuda.dy_bias", c.dy_bias.num_bytes}});
+  return with_total(std::move(table), h.num_bytes + c.num_bytes);
 }
 
 }  // namespace moxie::pipeline

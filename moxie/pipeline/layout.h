@@ -286,7 +286,8 @@ constexpr ContextBytes context_bytes(const Problem& p, const Plan& plan) {
 std::vector<Region> poisoned_heap(const HeapLayout& heap, bool x_in_place);
 std::vector<Region> poisoned_workspace(const WorkspaceLayout& workspace);
 
-// Every buffer of one rank with its bytes, heap first; the closed form behind `Layer::memory()`.
+// Every buffer of one rank with its bytes, heap first, then "total"; the closed form behind
+// `Layer::memory()`. On GPUs: cuda_layout.h.
 struct NamedBytes {
   const char* name;
   std::int64_t num_bytes;

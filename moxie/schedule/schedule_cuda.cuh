@@ -14,13 +14,13 @@
 #include "moxie/core/problem.h"
 #include "moxie/device/signal.cuh"
 #include "moxie/pipeline/blocks.h"
+#include "moxie/pipeline/cuda_layout.h"
 
 namespace moxie::schedule {
 
 inline constexpr int32_t kSortWarps = 12;
 inline constexpr int32_t kSortThreads = kSortWarps * 32;
-inline constexpr int32_t kMaxSortCtas =
-    64;  // every CTA reads the counts of all: 64 KiB at 256 experts
+using pipeline::kMaxSortCtas;
 inline constexpr int64_t kMaxExperts = 4096;  // (12 + 1) counts of each in scratch: 208 of 224 KiB
 
 struct Cta {

@@ -65,7 +65,8 @@ void on_device(int device, const Work& work) noexcept {
 class DeviceBytes {
  public:
   DeviceBytes() = default;
-  DeviceBytes(int device, std::int64_t num_bytes, const std::string& what) : device_(device) {
+  DeviceBytes(int device, std::int64_t num_bytes, const std::string& what)
+      : device_(device), num_bytes_(num_bytes) {
     if (num_bytes == 0) return;
     const DeviceGuard guard(device);
     check_cuda(cudaMalloc(&data_, static_cast<std::size_t>(num_bytes)),
@@ -73,15 +74,19 @@ class DeviceBytes {
                    std::to_string(device));
   }
   DeviceBytes(DeviceBytes&& other) noexcept
-      : device_(other.device_), data_(std::exchange(other.data_, nullptr)) {}
+      : device_(other.device_),
+        num_bytes_(std::exchange(other.num_bytes_, 0)),
+        data_(std::exchange(other.data_, nullptr)) {}
   DeviceBytes& operator=(DeviceBytes&& other) noexcept {
     std::swap(device_, other.device_);
+    std::swap(num_bytes_, other.num_bytes_);
     std::swap(data_, other.data_);
     return *this;
   }
   ~DeviceBytes() { cudaFree(data_); }
 
   std::byte* get() const { return static_cast<std::byte*>(data_); }
+  std::int64_t num_bytes() const { return num_bytes_; }
   template <class T>
   T* as() const {
     return static_cast<T*>(data_);
@@ -89,6 +94,7 @@ class DeviceBytes {
 
  private:
   int device_ = 0;
+  std::int64_t num_bytes_ = 0;
   void* data_ = nullptr;
 };
 

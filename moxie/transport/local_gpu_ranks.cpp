@@ -8,7 +8,8 @@ namespace {
 
 class LocalBlocks final : public RankBlocks {
  public:
-  LocalBlocks(const std::vector<int>& devices, std::int64_t num_bytes, const std::string& what) {
+  LocalBlocks(const std::vector<int>& devices, std::int64_t num_bytes, const std::string& what)
+      : RankBlocks(num_bytes) {
     for (std::size_t r = 0; r < devices.size(); ++r) {
       bytes_.emplace_back(devices[r], num_bytes, what + " of rank " + std::to_string(r));
       bases_.push_back(bytes_.back().get());

@@ -15,7 +15,7 @@ namespace {
 class PrivateBlocks final : public RankBlocks {
  public:
   PrivateBlocks(const NcclRankOptions& o, std::int64_t num_bytes, const std::string& what)
-      : bytes_(o.device, num_bytes, what) {
+      : RankBlocks(num_bytes), bytes_(o.device, num_bytes, what) {
     bases_.assign(static_cast<std::size_t>(o.num_ranks), nullptr);
     bases_[static_cast<std::size_t>(o.rank)] = bytes_.get();
     if (num_bytes == 0) return;
@@ -74,6 +74,7 @@ class NcclRanks final : public GpuRanks {
 
   bool of_processes() const override { return true; }
   bool lost() const override { return board_->lost(); }
+  std::int64_t meeting_bytes() const override { return MeetingBoard::kNumBytes; }
 
   std::vector<std::string> all_gather(const char* what, const std::string& text,
                                       double timeout_s) override {

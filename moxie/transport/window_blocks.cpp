@@ -11,16 +11,17 @@ namespace moxie::transport {
 
 WindowBlocks::WindowBlocks(std::shared_ptr<NcclComm> comm, std::int64_t num_bytes,
                            const std::string& what)
-    : comm_(std::move(comm)), num_bytes_(static_cast<std::size_t>(num_bytes)) {
+    : RankBlocks(num_bytes), comm_(std::move(comm)) {
+  const auto size = static_cast<std::size_t>(num_bytes);
   const DeviceGuard guard(comm_->device());
   const CudaStream stream;
-  const ncclResult_t result = comm_->api().mem_alloc(&memory_, num_bytes_);
+  const ncclResult_t result = comm_->api().mem_alloc(&memory_, size);
   if (result != ncclSuccess) {
     throw Error(ErrorCode::unavailable,
                 fmt::format("allocating {} bytes for {} on GPU {} failed: {}", num_bytes, what,
                             comm_->device(), comm_->api().words(result)));
   }
-  const cudaError_t error = cudaMemsetAsync(memory_, 0, num_bytes_, stream.get());
+  const cudaError_t error = cudaMemsetAsync(memory_, 0, size, stream.get());
   if (error != cudaSuccess) comm_->api().mem_free(memory_);
   check_cuda(error, "clearing " + what);
   stream.synchronize("clearing " + what);
@@ -35,7 +36,7 @@ WindowBlocks::~WindowBlocks() {
 }
 
 void WindowBlocks::map(std::int64_t rank, std::int64_t num_ranks, const Deadline& deadline) {
-  window_ = comm_->register_window(memory_, num_bytes_, deadline);
+  window_ = comm_->register_window(memory_, static_cast<std::size_t>(num_bytes()), deadline);
   require_symmetric();
   const DeviceGuard guard(comm_->device());
   const NcclApi& api = comm_->api();

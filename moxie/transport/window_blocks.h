@@ -22,7 +22,6 @@ class WindowBlocks final : public RankBlocks {
   void require_symmetric() const;
 
   std::shared_ptr<NcclComm> comm_;
-  std::size_t num_bytes_;
   void* memory_ = nullptr;
   ncclWindow_t window_ = nullptr;
 };

@@ -184,7 +184,8 @@ void bind_layer(nb::module_& m) {
               bytes[b.name.c_str()] = b.num_bytes;
             return bytes;
           },
-          nb::sig("def memory(self) -> dict[str, int]"), "Bytes of one rank by buffer.")
+          nb::sig("def memory(self) -> dict[str, int]"),
+          "Bytes of one rank by buffer, and their total: forward and backward share addresses.")
       .def("close", &LayerHandle::close,
            "Frees the layer's memory and that of its contexts. Closing twice is legal.")
       .def("__enter__", [](nb::object self) { return self; })

@@ -805,7 +805,9 @@ class Layer:
         """
 
     def memory(self) -> dict[str, int]:
-        """Bytes of one rank by buffer."""
+        """
+        Bytes of one rank by buffer, and their total: forward and backward share addresses.
+        """
 
     def close(self) -> None:
         """

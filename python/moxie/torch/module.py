@@ -252,10 +252,11 @@ class MoE(nn.Module):
         """Bytes in this process by buffer: those of Layer.memory() for its ranks, `contexts` (all made so far; both are
         shared by all modules of the layer), `weights` of this module, and their `total`."""
         layer, ranks = self.layer, len(self.layer.ranges)
-        out = {name: num_bytes * ranks for name, num_bytes in layer.layer.memory().items() if name != "total"}
+        out = {name: num_bytes * ranks for name, num_bytes in layer.layer.memory().items()}
+        total = out.pop("total")  # less than the sum: forward and backward share addresses
         out["contexts"] = layer.context_bytes
         out["weights"] = sum(t.numel() * t.element_size() for t in self.flat_weights())
-        return {**out, "total": sum(out.values())}
+        return {**out, "total": total + out["contexts"] + out["weights"]}
 
     def extra_repr(self) -> str:
         return f"{self.layer.problem}, {self.layer.world.backend}"

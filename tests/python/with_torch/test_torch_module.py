@@ -279,4 +279,8 @@ def test_memory_counts_what_there_is(generator):
     x, ids, route_weights, _ = make_inputs(module.layer.problem, 9, generator)
     module(x, ids, route_weights)
     assert module.memory()["contexts"] > 0
+    memory = module.memory()
+    more = memory["contexts"] + memory["weights"]
+    assert memory["total"] - more == module.layer.layer.memory()["total"]
+    assert sum(memory.values()) > 2 * memory["total"], "forward and backward share addresses"
     place.close()
