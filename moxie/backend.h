@@ -32,6 +32,9 @@ class BackendLayer {
                        ContextState* context, trace::Trace* trace) = 0;
   virtual void backward(const ContextState& context, std::span<const BackwardInput> inputs,
                         std::span<const BackwardOutput> outputs, trace::Trace* trace) = 0;
+  // This rank will not run the pass that its peers run, if ranks are processes: they shall hear
+  // why. Does not throw.
+  virtual void refuse_pass(const std::string&) {}
   // [T_max, H] where stage puts x of a rank; it copies nothing if the caller's x is there already.
   virtual std::byte* input_buffer(std::int64_t rank) const = 0;
   // Every buffer of one rank, and last their "total". Of the layer's own size where the world's

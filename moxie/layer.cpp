@@ -201,6 +201,9 @@ struct Layer::State {
         fmt::format("{} was called on a World whose last pass timed out; call World::reset() first",
                     what));
   }
+  void refuse(const std::string& why);
+  template <class Check>
+  void checked_pass(const Check& check_arguments);
   void check_context(const ContextState& context, const char* what) const {
     if (context.layer_id != impl->id) {
       fail(fmt::format("context given to {} belongs to another layer, must come from this layer",
@@ -214,7 +217,10 @@ struct Layer::State {
   void run_forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
                    ContextState* context, trace::Trace* trace) {
     check_running("forward");
-    check_forward(inputs, outputs);
+    checked_pass([&] {
+      if (context != nullptr) check_context(*context, "forward");
+      check_forward(inputs, outputs);
+    });
     const PassGuard guard(*backend);
     if (context != nullptr) {
       context->filled = false;
@@ -225,6 +231,26 @@ struct Layer::State {
     if (context != nullptr) context->filled = true;
   }
 };
+
+// Not while a pass of another thread runs, nor in a stopped world: their peers know already.
+void Layer::State::refuse(const std::string& why) {
+  if (backend->stopped()) return;
+  try {
+    const PassGuard guard(*backend);
+    impl->refuse_pass(why);
+  } catch (const Error&) {  // the caller throws what is wrong here
+  }
+}
+
+template <class Check>
+void Layer::State::checked_pass(const Check& check_arguments) {
+  try {
+    check_arguments();
+  } catch (const Error& error) {
+    refuse(error.what());
+    throw;
+  }
+}
 
 void Layer::State::check_forward(std::span<const ForwardInput> inputs,
                                  std::span<const ForwardOutput> outputs) const {
@@ -359,7 +385,6 @@ Context Layer::make_context() const {
 
 void Layer::forward(std::span<const ForwardInput> inputs, std::span<const ForwardOutput> outputs,
                     Context& context, trace::Trace* trace) {
-  state_->check_context(*context.state_, "forward");
   state_->run_forward(inputs, outputs, context.state_.get(), trace);
 }
 
@@ -378,10 +403,12 @@ void Layer::infer(std::span<const ForwardInput> inputs, std::span<const ForwardO
 void Layer::backward(const Context& context, std::span<const BackwardInput> inputs,
                      std::span<const BackwardOutput> outputs, trace::Trace* trace) {
   state_->check_running("backward");
-  state_->check_backward(*context.state_, inputs, outputs);
+  state_->checked_pass([&] { state_->check_backward(*context.state_, inputs, outputs); });
   const PassGuard guard(*state_->backend);
   state_->impl->backward(*context.state_, inputs, outputs, trace);
 }
+
+void Layer::refuse(const std::string& why) { state_->refuse(why); }
 
 TensorView Layer::input_buffer(std::int64_t rank) const {
   const Problem& p = state_->problem;

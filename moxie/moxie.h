@@ -233,6 +233,13 @@ class Layer {
   void backward(const Context& context, std::span<const BackwardInput> inputs,
                 std::span<const BackwardOutput> outputs, trace::Trace* trace = nullptr);
 
+  // World::cpu_process: this rank will not run the pass that its peers run; each of them throws
+  // invalid_argument, "rank 1 refused: " and `why`, when it comes to it, and all go on with the
+  // pass after it. Waits for nobody but those who are still to come to a pass refused before.
+  // forward, infer and backward do so themselves with arguments that break a rule; it is for those
+  // who check more before. Other worlds: no effect.
+  void refuse(const std::string& why);
+
   // [T_max, H] of the rank's heap, where a pass puts x for its peers to read. A pass whose input.x
   // points there (T rows from its beginning, forward or backward) makes no copy and leaves them as
   // they are; a pass of this layer with another x, or any pass of another layer of the world,

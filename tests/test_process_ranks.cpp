@@ -9,6 +9,8 @@
 #include <chrono>
 #include <csignal>
 #include <functional>
+#include <random>
+#include <sstream>
 #include <thread>
 
 #include "tests/support/env.h"
@@ -139,6 +141,120 @@ TEST(ProcessWorld, RanksMustMakeTheSameLayer) {
     EXPECT_NE(w.find("invalid_argument: the layer of rank 2 is"), std::string::npos) << w;
     EXPECT_NE(w.find("must be the same on every rank"), std::string::npos) << w;
   }
+}
+
+// Before any row moves, and without waiting: the others hear why when they come, and no reset is
+// needed.
+TEST(ProcessWorld, ARefusedPassIsRefusedOnEveryRank) {
+  const LayerCase c = some_case(3, 1);
+  const PassOutputs want = run_alone(c);
+  const auto words = run_ranks(3, [&](std::int64_t rank) -> std::string {
+    World world = process_world(rank, 3, 20);
+    Layer layer(world, c.problem());
+    PassOutputs out(c);
+    const auto i = static_cast<std::size_t>(rank);
+    const ForwardInput in = c.forward_inputs()[i];
+    const ForwardOutput y = out.forward()[i];
+    BackwardInput grad_in = c.backward_inputs()[i];
+    const BackwardOutput grad_out = out.backward()[i];
+    std::string all;
+    const auto record = [&](const std::function<void()>& pass) {
+      try {
+        pass();
+        all += "passed";
+      } catch (const Error& error) {
+        all += std::string(name(error.code())) + ": " + error.what();
+      }
+      all += "\n";
+    };
+    Context context = layer.forward({&in, 1}, {&y, 1});
+    ForwardInput bad = in;
+    bad.route_weights = {};
+    // Rank 1 twice in a row; the others come to the first a second later.
+    const auto begin = std::chrono::steady_clock::now();
+    if (rank != 1) std::this_thread::sleep_for(std::chrono::seconds(1));
+    record([&] { layer.infer({rank == 1 ? &bad : &in, 1}, {&y, 1}); });
+    const bool at_once = std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(900);
+    record([&] { layer.infer({rank == 1 ? &bad : &in, 1}, {&y, 1}); });
+    // Ranks 0 and 2 in a backward pass.
+    const ConstTensorView dy = grad_in.dy;
+    if (rank != 1) grad_in.dy = {};
+    record([&] { layer.backward(context, {&grad_in, 1}, {&grad_out, 1}); });
+    grad_in.dy = dy;
+    context = layer.forward({&in, 1}, {&y, 1});
+    layer.backward(context, {&grad_in, 1}, {&grad_out, 1});
+    const bool same = result_bytes(out.ranks[i]) == result_bytes(want.ranks[i]);
+    return all + (same ? "same bits" : "other bits") + (rank != 1 || at_once ? "" : ", late");
+  });
+  const std::string weights = "route_weights of rank 1 is absent",
+                    told = "invalid_argument: the pass was called off: rank ";
+  for (std::size_t r = 0; r < words.size(); ++r) {
+    std::istringstream lines(words[r]);
+    std::string line;
+    for (int pass = 0; pass < 2; ++pass) {
+      std::getline(lines, line);
+      EXPECT_EQ(line.find(r == 1 ? "invalid_argument: " + weights : told + "1 refused: " + weights),
+                0u)
+          << line;
+    }
+    std::getline(lines, line);
+    EXPECT_EQ(line.find(r == 1 ? told + "0 refused: dy of rank 0 is absent"
+                               : "invalid_argument: dy of rank " + std::to_string(r)),
+              0u)
+        << line;
+    std::getline(lines, line);
+    EXPECT_EQ(line, "same bits");
+  }
+}
+
+// Ranks refuse passes at random, several at once and several in a row, between passes that are
+// good, have an invalid route, or exceed a capacity (which is told by words of agreement).
+TEST(ProcessWorld, RefusedPassesBetweenAllOthers) {
+  constexpr int kPasses = 200;
+  const std::uint64_t seed = test_seed();
+  const LayerCase c = some_case(3, 1);
+  const PassOutputs want = run_alone(c);
+  const auto dice = [&](int pass, std::int64_t rank, std::uint64_t sides) {
+    std::mt19937_64 random(seed + static_cast<std::uint64_t>(pass * 8 + rank));
+    return random() % sides;
+  };
+  const auto refuses = [&](int pass, std::int64_t rank) { return dice(pass, rank, 4) == 0; };
+  const auto words = run_ranks(3, [&](std::int64_t rank) -> std::string {
+    World world = process_world(rank, 3, 20);
+    Layer layer(world, c.problem());
+    Layer small(world, c.problem(), {.capacity_rows = 128});
+    PassOutputs out(c);
+    const auto i = static_cast<std::size_t>(rank);
+    const ForwardInput in = c.forward_inputs()[i];
+    const ForwardOutput y = out.forward()[i];
+    const std::vector<std::int32_t> bad_ids(
+        static_cast<std::size_t>(in.expert_ids.shape.num_elements()), 99);
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const std::uint64_t kind = dice(pass, 7, 4);
+      ForwardInput now = in;
+      if (kind == 1 && rank == 2) now.expert_ids = {bad_ids.data(), in.expert_ids.shape};
+      if (refuses(pass, rank)) now.x = {};
+      std::string expected = "ok";
+      for (std::int64_t r = 2; r >= 0; --r)
+        if (refuses(pass, r)) expected = "rank " + std::to_string(r) + " refused: x of rank";
+      if (kind == 0 && expected == "ok") expected = "capacity_rows";
+      if (kind == 1 && !refuses(pass, 2)) expected = "expert id";
+      if (refuses(pass, rank)) expected = "x of rank " + std::to_string(rank) + " is absent";
+      std::string seen = "ok";
+      try {
+        (kind == 0 ? small : layer).infer({&now, 1}, {&y, 1});
+        if (!same_bits("y", want.ranks[i].y, out.ranks[i].y)) seen = "other bits";
+      } catch (const Error& error) {
+        seen = error.what();
+      }
+      if (seen.find(expected) == std::string::npos)
+        return "pass " + std::to_string(pass) + ": " + seen + ", not " + expected;
+      if (dice(pass, rank + 3, 8) == 0)
+        std::this_thread::sleep_for(std::chrono::milliseconds(dice(pass, rank + 3, 64) / 8));
+    }
+    return "good";
+  });
+  for (const std::string& w : words) EXPECT_EQ(w, "good");
 }
 
 // A timer of the program, or a child of it that ends, interrupts system calls. (Not while a World

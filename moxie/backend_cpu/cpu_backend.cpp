@@ -43,7 +43,7 @@ void CpuBackend::reserve(const pipeline::HeapLayout& heap) {
   } else if (heap.num_bytes > shared_heap_bytes_) {
     shared_heaps_ = share(heap.num_bytes, heap_bases_);  // zeroes
     shared_heap_bytes_ = heap.num_bytes;
-    ++generation_;
+    begin_generation();
   }
 }
 
@@ -78,7 +78,7 @@ void CpuBackend::clear_signals() {
     std::memset(peers().at<std::byte>(RankId{local_.begin + i}, 0), 0,
                 static_cast<std::size_t>(signals_bytes_));
   }
-  ++generation_;
+  begin_generation();
   stopped_ = false;
 }
 

@@ -51,12 +51,19 @@ class CpuBackend final : public Backend {
     return generation_;
   }  // changes whenever signals and counters start from zero
   void stop() { stopped_ = true; }
+  // Of the last pass that this rank refused, since signals started from zero; 0: none.
+  std::uint64_t refused_epoch() const { return refused_epoch_; }
+  void remember_refused(std::uint64_t epoch) { refused_epoch_ = epoch; }
 
  private:
   void meet(const char* what) {
     if (of_processes()) rendezvous_->all_gather(what, "here", {}, options_.timeout_s);
   }
   void clear_signals();
+  void begin_generation() {
+    ++generation_;
+    refused_epoch_ = 0;
+  }
 
   WorldOptions options_;
   RankRange local_{0, options_.num_ranks};
@@ -67,7 +74,7 @@ class CpuBackend final : public Backend {
   std::vector<std::byte*> heap_bases_;                 // [R]
   std::int64_t shared_heap_bytes_ = 0;
   std::int64_t signals_bytes_ = 0;
-  std::uint64_t generation_ = 1;
+  std::uint64_t generation_ = 1, refused_epoch_ = 0;
   bool stopped_ = false;
 };
 
@@ -79,6 +86,7 @@ class CpuLayer final : public BackendLayer {
                ContextState* context, trace::Trace* trace) override;
   void backward(const ContextState& context, std::span<const BackwardInput> inputs,
                 std::span<const BackwardOutput> outputs, trace::Trace* trace) override;
+  void refuse_pass(const std::string& why) override;
   std::byte* input_buffer(std::int64_t rank) const override;
   std::vector<pipeline::NamedBytes> memory() const override {
     return pipeline::buffer_bytes(shape_.problem, shape_.plan);

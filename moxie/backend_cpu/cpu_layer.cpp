@@ -160,6 +160,10 @@ void CpuLayer::throw_if_failed(const std::vector<RankRun<T>>& runs) {
                               "expert id that is not between 0 and {} or -1",
                               r->me.v, p.num_experts - 1));
     }
+    if (r->verdict == Verdict::refused) {
+      throw Error(ErrorCode::invalid_argument,
+                  fmt::format("the pass was called off: {}", r->objection));
+    }
     if (r->verdict == Verdict::capacity_exceeded) {
       throw Error(ErrorCode::capacity_exceeded,
                   fmt::format("the pass was called off: rank {} is told that another rank would "
@@ -190,6 +194,7 @@ void CpuLayer::run(Direction direction, const std::function<void(RankPass<T>&)>&
       r->watch.timeout_s = backend_.options().timeout_s;
       r->epoch =
           *r->template heap<std::uint64_t>(shape_.heap.epoch) + 1 + static_cast<std::uint64_t>(k);
+      r->refused_epoch = backend_.refused_epoch();
       r->pass_count = *r->template ws<std::uint64_t>(shape_.workspace.pass_count) +
                       static_cast<std::uint64_t>(k);
       bind(*r);
@@ -290,6 +295,22 @@ void CpuLayer::backward(const ContextState& context, std::span<const BackwardInp
     run<float>(Direction::backward, BackwardBind<float>{first, inputs, outputs, saved}, trace);
   else
     run<bf16>(Direction::backward, BackwardBind<bf16>{first, inputs, outputs, saved}, trace);
+}
+
+// The pass's words and no more of it, so that the peers, when they come, leave it as they leave one
+// with an invalid route. This rank has the time for that, but does not wait for them.
+void CpuLayer::refuse_pass(const std::string& why) {
+  if (!backend_.of_processes() || backend_.num_ranks() == 1) return;
+  const auto bind = [&](auto& rank) { rank.refusal = &why; };
+  try {
+    if (shape_.problem.dtype == DType::f32)
+      run<float>(Direction::forward, bind, nullptr);
+    else
+      run<bf16>(Direction::forward, bind, nullptr);
+  } catch (const Error&) {  // the caller throws what is wrong here
+  }
+  const RankId me{backend_.local_ranks().begin};
+  backend_.remember_refused(*backend_.peers().at<std::uint64_t>(me, shape_.heap.epoch.offset));
 }
 
 }  // namespace moxie::backend_cpu

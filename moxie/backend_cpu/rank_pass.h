@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "moxie/expert/expert_ref.h"
@@ -80,10 +81,15 @@ struct RankPass {
   std::span<RankContext> all_fill;     // forward: of all ranks, or empty
   const RankContext* saved = nullptr;  // backward
 
+  // ranks as processes
+  const std::string* refusal = nullptr;  // why this rank only tells its peers that it will not run
+  std::uint64_t refused_epoch = 0;       // of its last such pass: peers may still be in it
+
   // results of the schedule, valid after schedule_ready
   pipeline::Verdict verdict = pipeline::Verdict::go;
   schedule::BadRoute bad_route;
   std::int64_t wanted_blocks = 0;  // routed blocks this pass needs
+  std::string objection;           // "rank 1 refused: ..."
   pipeline::BlockTable table;
   pipeline::PushTable push;  // push dispatch
   pipeline::ForwardStream forward;

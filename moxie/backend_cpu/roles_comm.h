@@ -4,6 +4,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "moxie/backend_cpu/worker.h"
@@ -63,6 +64,30 @@ void stage_shared_weights(RankPass<T>& r, Range tokens) {
   }
 }
 
+// Leader: a rank that refuses a pass leaves it before its peers have come, and raises inputs_ready
+// again when they have read that: they say so by their agreement, unless they refused it as well.
+template <class T>
+void await_refused_pass(Worker<T>& w) {
+  const RankPass<T>& r = w.rank();
+  const std::uint64_t wanted = pipeline::make_signal(r.refused_epoch);
+  const std::uint64_t refused =
+      pipeline::make_signal(r.refused_epoch, static_cast<std::uint32_t>(Verdict::refused));
+  for (std::int64_t i = 0; r.refused_epoch > 0 && i < r.problem().num_ranks; ++i) {
+    const std::uint64_t word =
+        w.wait_signal(r.shape.heap.inputs_ready, i, wanted, WaitFor::inputs_ready, i);
+    if (word == refused || pipeline::epoch_of(word) > r.refused_epoch) continue;
+    w.wait_signal(r.shape.heap.agreement, i, wanted, WaitFor::agreement, i);
+  }
+}
+
+// Leader: why this rank will not run the pass, where its peers read it.
+template <class T>
+Verdict write_refusal(RankPass<T>& r) {
+  auto* text = r.template heap<char>(pipeline::refusal_of(r.shape.heap));
+  text[r.refusal->copy(text, pipeline::kRefusalBytes - 1)] = 0;
+  return Verdict::refused;
+}
+
 // Copies this rank's inputs into its heap. The leader sorts first and tells every peer, so that
 // they can schedule; when all is copied it tells them again, so that they can pull.
 template <class T>
@@ -75,8 +100,12 @@ void stage(Worker<T>& w) {
       std::memset(r.template ws<std::uint32_t>(r.shape.workspace.counters) +
                       pipeline::counter_bank(r.pass_count + 1) * r.shape.workspace.counter_words,
                   0, static_cast<std::size_t>(r.shape.workspace.counter_words) * 4);
-      sort_own_routes(w);
-      const Verdict own = r.bad_route.route >= 0 ? Verdict::invalid_route : Verdict::go;
+      await_refused_pass(w);
+      Verdict own = Verdict::go;
+      if (r.refusal != nullptr)
+        own = write_refusal(r);
+      else if (sort_own_routes(w); r.bad_route.route >= 0)
+        own = Verdict::invalid_route;
       w.raise_everywhere(r.shape.heap.inputs_ready, r.me.v,
                          pipeline::make_signal(r.epoch, static_cast<std::uint32_t>(own)));
     }
@@ -118,12 +147,21 @@ Verdict agree(Worker<T>& w) {
   RankPass<T>& r = w.rank();
   const Problem& p = r.problem();
   const std::uint64_t wanted = pipeline::make_signal(r.epoch);
+  if (r.refusal != nullptr) return Verdict::refused;  // waits for nobody: await_refused_pass
   Verdict verdict = Verdict::go;
   std::vector<const std::int32_t*> peer_route_begin;
+  std::vector<bool> refused(static_cast<std::size_t>(p.num_ranks));  // and left the pass
   for (std::int64_t i = 0; i < p.num_ranks; ++i) {
     const std::uint64_t word =
         w.wait_signal(r.shape.heap.inputs_ready, i, wanted, WaitFor::inputs_ready, i);
     if (pipeline::payload_of(word) != 0) verdict = static_cast<Verdict>(pipeline::payload_of(word));
+    if (pipeline::payload_of(word) == static_cast<std::uint32_t>(Verdict::refused)) {
+      refused[static_cast<std::size_t>(i)] = true;
+      if (r.objection.empty())
+        r.objection =
+            "rank " + std::to_string(i) + " refused: " +
+            r.peers.template at<const char>(RankId{i}, pipeline::refusal_of(r.shape.heap).offset);
+    }
     peer_route_begin.push_back(
         r.peers.template at<const std::int32_t>(RankId{i}, r.shape.heap.route_begin.offset));
   }
@@ -144,6 +182,7 @@ Verdict agree(Worker<T>& w) {
   w.raise_everywhere(r.shape.heap.agreement, r.me.v,
                      pipeline::make_signal(r.epoch, static_cast<std::uint32_t>(verdict)));
   for (std::int64_t i = 0; i < p.num_ranks; ++i) {
+    if (refused[static_cast<std::size_t>(i)]) continue;
     const std::uint64_t word =
         w.wait_signal(r.shape.heap.agreement, i, wanted, WaitFor::agreement, i);
     if (verdict == Verdict::go) verdict = static_cast<Verdict>(pipeline::payload_of(word));

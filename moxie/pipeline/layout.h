@@ -1,6 +1,7 @@
-// Layout: the only place with offsets. The symmetric heap (peers read and write it) and the
-// rank-local workspace are each one allocation; a Region is a named piece of it. Who writes and
-// reads each region, and why its reuse is safe, is told in docs/protocol.md.
+// Layout: the only place with offsets (what only the GPU keeps: cuda_layout.h). The symmetric heap
+// (peers read and write it) and the rank-local workspace are each one allocation; a Region is a
+// named piece of it. Who writes and reads each region, and why its reuse is safe, is told in
+// docs/protocol.md.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -43,6 +44,7 @@ class RegionPacker {
 
 // Symmetric heap of one rank. The signal words come first, so that they keep their place when the
 // heap grows.
+inline constexpr std::int64_t kRefusalBytes = 512;  // of a sentence, its end included
 struct HeapLayout {
   Region epoch;         // u64           passes this rank has closed
   Region stopped;       // u64           a peer whose wait expired: (epoch, rank + 1)
@@ -67,7 +69,7 @@ MOXIE_HD constexpr HeapLayout heap_layout(const Problem& p) {
   const std::int64_t routes = p.max_tokens * p.top_k, elem = size_bytes(p.dtype);
   HeapLayout l;
   l.epoch = pack.take(8);
-  l.stopped = pack.take(8);
+  l.stopped = pack.take(8 + kRefusalBytes);
   l.inputs_ready = pack.take(8 * p.num_ranks);
   l.x_staged = pack.take(8 * p.num_ranks);
   l.agreement = pack.take(8 * p.num_ranks);
@@ -83,6 +85,13 @@ MOXIE_HD constexpr HeapLayout heap_layout(const Problem& p) {
   l.d_weights = pack.take(routes * 4);
   l.num_bytes = pack.end();
   return l;
+}
+
+// char [kRefusalBytes]: why this rank refused the pass, where ranks are processes on the CPU.
+// Behind `stopped`, and no member: GPUs have no use for it, and take a HeapLayout with every
+// launch.
+MOXIE_HD constexpr Region refusal_of(const HeapLayout& l) {
+  return {l.stopped.offset + 8, kRefusalBytes};
 }
 
 // Sizes that follow from (problem, resolved plan); the widest rank's numbers, so that all ranks

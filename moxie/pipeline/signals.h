@@ -26,6 +26,7 @@ enum class Verdict : std::uint32_t {
   go = 0,
   invalid_route = 1,      // its sort met an id outside -1 .. E-1
   capacity_exceeded = 2,  // its experts would receive more blocks than the plan holds
+  refused = 3,            // its caller's arguments break a rule; layout.h, refusal_of says which
 };
 
 // The bank of rank-local counters that a pass uses; the pass clears the other one for its

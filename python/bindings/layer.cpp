@@ -8,6 +8,26 @@ namespace {
 using LayerPtr = std::shared_ptr<LayerHandle>;
 using ContextPtr = std::shared_ptr<ContextHandle>;
 
+// The arguments of a pass, read from Python. What is wrong with them, ranks in other processes
+// hear.
+template <class Call, class... Arguments>
+Call read_call(const LayerPtr& self, Layer& layer, const Arguments&... arguments) {
+  const auto refuse = [&](const std::string& why) {
+    const RunningPass running(*self->world);
+    const nb::gil_scoped_release release;
+    layer.refuse(why);
+  };
+  try {
+    return Call(*self, arguments...);
+  } catch (const Error& error) {
+    refuse(error.what());
+    throw;
+  } catch (const nb::python_error& error) {
+    refuse(nb::cast<std::string>(nb::str(error.value())));
+    throw;
+  }
+}
+
 constexpr const char* kForwardSignature =
     "def forward(self, *, x: collections.abc.Sequence[typing.Any], expert_ids: "
     "collections.abc.Sequence[typing.Any], route_weights: collections.abc.Sequence[typing.Any], "
@@ -37,7 +57,7 @@ nb::tuple forward(const LayerPtr& self, nb::handle x, nb::handle expert_ids,
     into = nb::cast<ContextPtr>(context);
     into->open("Layer.forward");
   }
-  ForwardCall call(*self, x, expert_ids, route_weights, weights, out);
+  auto call = read_call<ForwardCall>(self, layer, x, expert_ids, route_weights, weights, out);
   if (!into) into = std::make_shared<ContextHandle>(self, layer.make_context());
   {
     const RunningPass running(*self->world);
@@ -56,7 +76,7 @@ constexpr const char* kInferSignature =
 nb::list infer(const LayerPtr& self, nb::handle x, nb::handle expert_ids, nb::handle route_weights,
                nb::handle weights, nb::handle out, trace::Trace* trace) {
   Layer& layer = self->open("infer");
-  ForwardCall call(*self, x, expert_ids, route_weights, weights, out);
+  auto call = read_call<ForwardCall>(self, layer, x, expert_ids, route_weights, weights, out);
   {
     const RunningPass running(*self->world);
     const nb::gil_scoped_release release;
@@ -87,7 +107,7 @@ nb::list backward(const LayerPtr& self, const ContextPtr& context, nb::handle x,
                   std::optional<DType> grads_dtype, trace::Trace* trace) {
   Layer& layer = self->open("backward");
   const Context& saved = context->open("Layer.backward");
-  BackwardCall call(*self, x, dy, weights, out, accumulate, grads_dtype);
+  auto call = read_call<BackwardCall>(self, layer, x, dy, weights, out, accumulate, grads_dtype);
   {
     const RunningPass running(*self->world);
     const nb::gil_scoped_release release;

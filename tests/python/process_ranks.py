@@ -82,6 +82,26 @@ def bad_route_then_good(rank, num_ranks, name, options, seed):
     return sentence
 
 
+def bad_arrays_then_good(rank, num_ranks, name, options, seed):
+    """Rank 1 has arrays that the package refuses, then ones that the library refuses; returns what each rank hears of
+    each, and how soon, and whether the pass after them has the bits of the one before."""
+    problem = make_problem(options)
+    inputs, _ = part(scene_case(problem, (4,) * num_ranks, "random", seed), rank)
+    weights = inputs["route_weights"][0]
+    heard = []
+    with moxie.World.cpu_process(rank=rank, num_ranks=num_ranks, name=name, timeout_s=30) as world:
+        layer = moxie.Layer(world, problem)
+        (want,) = layer.infer(**inputs)
+        for bad in (weights.astype(np.float64), weights.tolist(), weights[:, :1].copy()):
+            begin = time.monotonic()
+            try:
+                layer.infer(**{**inputs, "route_weights": [bad if rank == 1 else weights]})
+            except moxie.Error as error:
+                heard.append((type(error).__name__, error.what, time.monotonic() - begin))
+        (y,) = layer.infer(**inputs)
+    return heard, bool((y == want).all())
+
+
 def until_lost(rank, num_ranks, name, options, seed, started):
     """Passes without end; returns when the loss of a peer was reported, and as what."""
     problem = make_problem(options)

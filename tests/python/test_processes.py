@@ -112,6 +112,19 @@ def test_an_invalid_route_reaches_every_rank(name, seed):
     assert "another rank has an expert id" in answers[0][1] and "another rank has an expert id" in answers[2][1]
 
 
+def test_refused_arrays_are_refused_on_every_rank(name, seed):
+    options = {**OPTIONS, "num_ranks": 3}
+    answers = run_ranks(3, "bad_arrays_then_good", lambda r: (r, 3, name, options, seed))
+    assert all(kind == "result" and len(answer[0]) == 3 and answer[1] for kind, answer in answers), answers
+    heard = [answer[0] for _, answer in answers]
+    assert [kind for kind, _, _ in heard[1]] == ["InvalidArgumentError", "ArgumentTypeError", "InvalidArgumentError"]
+    for i, (_, sentence, _) in enumerate(heard[1]):
+        assert sentence.startswith("route_weights of rank 1 is ")
+        told = ("InvalidArgumentError", f"the pass was called off: rank 1 refused: {sentence}")
+        assert heard[0][i][:2] == told and heard[2][i][:2] == told
+    assert all(seconds < 10 for rank in heard for _, _, seconds in rank)
+
+
 def shared_memory_files():
     """But for the semaphores of this test's events."""
     return sorted(file for file in os.listdir("/dev/shm") if not file.startswith("sem."))
