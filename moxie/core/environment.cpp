@@ -8,9 +8,13 @@ namespace {
 
 constexpr const char* kPlanCache = "MOXIE_PLAN_CACHE";
 constexpr const char* kNcclLibrary = "MOXIE_NCCL_LIBRARY";
+constexpr const char* kUnderProfiler = "MOXIE_UNDER_PROFILER";
 constexpr std::array kVariables = {
     EnvironmentVariable{kPlanCache, "file of tuned plans, off: none [~/.cache/moxie/plans.json]"},
     EnvironmentVariable{kNcclLibrary, "file of NCCL [the one loaded already, else libnccl.so.2]"},
+    EnvironmentVariable{kUnderProfiler,
+                        "1: CUDA passes start without the cooperative attribute, so that ncu can "
+                        "replay them; only on a GPU that nothing else uses"},
     EnvironmentVariable{"NCCL_NVLS_ENABLE",
                         "NCCL: World::nccl sets it to 0 (no multicast) where it is not set"},
     EnvironmentVariable{"XDG_CACHE_HOME", "folder of caches [~/.cache]"},
@@ -48,5 +52,7 @@ std::string plan_cache_file(const std::string& option) {
 std::string nccl_library_file(const std::string& option) {
   return option.empty() ? text_of(kNcclLibrary) : option;
 }
+
+bool is_under_profiler() { return text_of(kUnderProfiler) == "1"; }
 
 }  // namespace moxie

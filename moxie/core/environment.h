@@ -24,4 +24,8 @@ std::string plan_cache_file(const std::string& option = "");
 // the loader finds it.
 std::string nccl_library_file(const std::string& option = "");
 
+// MOXIE_UNDER_PROFILER is 1: passes on GPUs are launched so that ncu can replay them
+// (CONTRIBUTING.md).
+bool is_under_profiler();
+
 }  // namespace moxie

@@ -29,21 +29,24 @@ LayerCase large_case() {
 TEST(CudaMemory, is_what_the_gpu_gave) {
   MOXIE_NEEDS_GPU();
   const LayerCase c = large_case();
-  const auto use = [&](bool measure) {
+  // Three allocations of each rank, 2 MiB at most beyond; small ones may find room in old ones.
+  constexpr std::int64_t kRound = 2 << 20;
+  const auto surplus = [&] {
     const std::int64_t before = free_bytes();
     World world = World::cuda(cuda_options(2), on_gpu_0(2));
     Layer layer(world, c.problem(), pipeline::default_plan(c.problem()));
-    if (!measure) return;
     const std::int64_t total = num_bytes_of(layer.memory(), "total");
-    const std::int64_t taken = before - free_bytes();
-    // Three allocations of each rank, 2 MiB at most beyond; small ones may find room in old ones.
-    constexpr std::int64_t kRound = 2 << 20;
     EXPECT_GT(total, 16 * kRound);
-    EXPECT_GE(taken, 2 * total - 2 * kRound);
-    EXPECT_LE(taken, 2 * total + 6 * kRound);
+    return before - free_bytes() - 2 * total;
   };
-  use(false);  // loads the kernels
-  use(true);
+  surplus();  // loads the kernels
+  // Other programs may use the GPU: one of several tries must be right.
+  std::vector<std::int64_t> tries;
+  do {
+    tries.push_back(surplus());
+  } while (tries.size() < 10 && (tries.back() < -2 * kRound || tries.back() > 6 * kRound));
+  EXPECT_GE(tries.back(), -2 * kRound) << ::testing::PrintToString(tries);
+  EXPECT_LE(tries.back(), 6 * kRound) << ::testing::PrintToString(tries);
 }
 
 TEST(CudaMemory, counts_the_buffers_of_traced_passes) {

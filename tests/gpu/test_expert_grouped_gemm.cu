@@ -218,8 +218,10 @@ struct DelayedStore : expert::StoreEpilogue<> {
   }
 };
 
+// Gives up first: the warps that wait for its stages do so for as long.
 struct NeverReady {
-  __device__ bool wait(const expert::Tile& tile, const device::WaitLimits& limits) const {
+  __device__ bool wait(const expert::Tile& tile, device::WaitLimits limits) const {
+    limits.limit_ns /= 2;
     return device::bounded_wait(
         [] { return false; }, [] { return uint64_t{0}; }, limits,
         {expert::kWaitReadiness, static_cast<uint64_t>(tile.row_begin / expert::BLOCK_M), 1});
