@@ -1,13 +1,13 @@
 // The virtual clock: events in order of time, equal times in order of scheduling; times are
 // picoseconds, so that sums of tile times do not drift.
 //
-// A ring of short time spans, each a list that is appended to; only the events of the present span
-// lie in a heap. With one heap for all, its levels and its cache misses grew with the ranks; here
-// an event costs the same however many wait. What lies beyond the ring waits in a heap of its own.
+// A ring of short time spans, each a list that is appended to and sorted when its turn comes. What
+// is scheduled into the present span lies in a heap, and what lies beyond the ring in another: an
+// event costs the same however many wait. The present span and the next are known in advance, so
+// that whoever works them off can ask for their memory.
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <span>
 #include <vector>
 
 namespace moxie::planner {
@@ -28,9 +28,6 @@ class EventHeap {
  public:
   bool empty() const { return heap_.empty(); }
   const QueuedEvent& top() const { return heap_[0]; }
-  std::span<const QueuedEvent> top_level() const {  // the next event, and among them the second
-    return std::span(heap_).first(std::min<std::size_t>(heap_.size(), 5));
-  }
   void push(const QueuedEvent& event) {
     heap_.push_back(event);
     std::size_t at = heap_.size() - 1;
@@ -73,60 +70,88 @@ class EventHeap {
 class EventQueue {
  public:
   bool empty() const { return size_ == 0; }
-  // The next event first, and some of those after it.
-  std::span<const QueuedEvent> upcoming() const { return present_.top_level(); }
   void push(Time time, std::uint32_t id) {
-    const QueuedEvent event{time, order_++, id};
     const std::int64_t span = time >> kSpanShift;
     if (size_++ == 0) now_span_ = span;
     if (span <= now_span_) {
-      present_.push(event);
+      present_.push({time, order_++, id});
     } else if (span < now_span_ + kSpans) {
-      append(span, event);
+      append(span, time, id);
     } else {
-      beyond_.push(event);
+      beyond_.push({time, order_++, id});
     }
   }
   QueuedEvent pop() {
-    const QueuedEvent event = present_.pop();
+    while (next_ == due_.size() && present_.empty()) advance();
     --size_;
-    while (present_.empty() && size_ > 0) advance();
-    return event;
+    if (next_ == due_.size()) return present_.pop();
+    const InSpan& first = due_[next_];
+    const Time time = (now_span_ << kSpanShift) + first.offset;
+    // What is in the heap was scheduled later than all that is due.
+    if (!present_.empty() && present_.top().time < time) return present_.pop();
+    ++next_;
+    return {time, 0, first.id};
+  }
+
+  // The event `places` after the next one in the present span, if it is known already.
+  const std::uint32_t* soon(std::size_t places) const {
+    return next_ + places < due_.size() ? &due_[next_ + places].id : nullptr;
+  }
+  // The events of the next span in no order, as many at a time as the present one has come on.
+  const std::uint32_t* later() const {
+    const std::vector<InSpan>& list = of(now_span_ + 1);
+    return next_ < list.size() ? &list[next_].id : nullptr;
   }
 
  private:
   static constexpr int kSpanShift = 16;            // 2^16 ps: tens of events at 128 ranks
   static constexpr std::int64_t kSpans = 1 << 12;  // 268 us: longer than any tile
+  struct InSpan {
+    std::uint32_t offset = 0;  // ps from the span's begin; equal ones in order of scheduling
+    std::uint32_t id = 0;
+  };
 
   void advance() {
     now_span_ = in_spans_ > 0 ? now_span_ + 1 : beyond_.top().time >> kSpanShift;
     while (!beyond_.empty() && beyond_.top().time >> kSpanShift < now_span_ + kSpans) {
       const QueuedEvent event = beyond_.pop();
-      const std::int64_t span = event.time >> kSpanShift;
-      append(span, event);
+      append(event.time >> kSpanShift, event.time, event.id);
     }
-    std::vector<QueuedEvent>& due = spans_[static_cast<std::size_t>(now_span_ & (kSpans - 1))];
-    if (due.empty()) return;
-    for (const QueuedEvent& event : due) present_.push(event);
-    in_spans_ -= due.size();
-    due.clear();
-    spare_.push_back(std::move(due));
+    next_ = 0;
+    due_.clear();
+    std::vector<InSpan>& list = of(now_span_);
+    if (list.empty()) return;
+    in_spans_ -= list.size();
+    due_.swap(list);
+    spare_.push_back(std::move(list));
+    sort_due();
   }
-  void append(std::int64_t span, const QueuedEvent& event) {
-    std::vector<QueuedEvent>& list = spans_[static_cast<std::size_t>(span & (kSpans - 1))];
+  void sort_due() {
+    const auto earlier = [](const InSpan& a, const InSpan& b) { return a.offset < b.offset; };
+    std::stable_sort(due_.begin(), due_.end(), earlier);
+  }
+  void append(std::int64_t span, Time time, std::uint32_t id) {
+    std::vector<InSpan>& list = of(span);
     if (list.capacity() == 0 && !spare_.empty()) {
       list.swap(spare_.back());
       spare_.pop_back();
     }
-    list.push_back(event);
+    list.push_back({static_cast<std::uint32_t>(time & ((Time{1} << kSpanShift) - 1)), id});
     ++in_spans_;
+  }
+  std::vector<InSpan>& of(std::int64_t span) {
+    return spans_[static_cast<std::size_t>(span & (kSpans - 1))];
+  }
+  const std::vector<InSpan>& of(std::int64_t span) const {
+    return spans_[static_cast<std::size_t>(span & (kSpans - 1))];
   }
 
   EventHeap present_, beyond_;
-  std::vector<std::vector<QueuedEvent>> spans_ =
-      std::vector<std::vector<QueuedEvent>>(static_cast<std::size_t>(kSpans));
-  std::vector<std::vector<QueuedEvent>>
-      spare_;  // memory of lists, the last one used still in cache
+  std::vector<InSpan> due_;  // of the present span, sorted
+  std::size_t next_ = 0;     // of them
+  std::vector<std::vector<InSpan>> spans_ =
+      std::vector<std::vector<InSpan>>(static_cast<std::size_t>(kSpans));
+  std::vector<std::vector<InSpan>> spare_;  // memory of lists, the last one used still in cache
   std::int64_t now_span_ = 0;
   std::size_t size_ = 0, in_spans_ = 0;
   std::uint32_t order_ = 0;
