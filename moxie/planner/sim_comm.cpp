@@ -58,45 +58,64 @@ Process Simulation::schedule_pass(Worker& w) {
   co_await wait(w, r.schedule_ready, 1, WaitFor::schedule_ready, 0);
 }
 
+pipeline::DispatchUnit Simulation::rows_of(const Worker& w) const {
+  const RankState& r = *w.rank;
+  const BlockId b = pipeline::dispatch_block(r.table, w.unit);
+  return pipeline::dispatch_unit(r.table, w.unit, r.block_rows[static_cast<std::size_t>(b.v)]);
+}
+
 // Pulls rows into ring slots, in block order.
-Process Simulation::pull_rows(Worker& w) {
+bool Simulation::next_rows(Worker& w) {
   RankState& r = *w.rank;
   const std::int64_t units = pipeline::num_dispatch_units(r.table);
   while (r.dispatch_unit < units) {
-    const std::int64_t claimed = r.dispatch_unit++;
-    const BlockId b = pipeline::dispatch_block(r.table, claimed);
-    const pipeline::DispatchUnit unit =
-        pipeline::dispatch_unit(r.table, claimed, r.block_rows[static_cast<std::size_t>(b.v)]);
-    if (unit.rows.size() == 0) continue;
-    co_await wait_slot_free(w, r, b);
-    const Time begin = now_;
-    const auto routed = static_cast<std::size_t>(r.table.routed_idx(b));
-    const double row = dispatch_row_bytes(r, b);
-    const std::size_t experts = static_cast<std::size_t>(r.table.num_experts);
-    Time end = now_ + from_us(machine_[Field::remote_load_us]);
-    double bytes = 0;
-    std::int64_t first = 0;  // row of the block where the source begins
-    for (std::int32_t s = r.source_of[routed]; s < r.source_of[routed + 1]; ++s) {
-      const BlockSource& source = r.sources[static_cast<std::size_t>(s)];
-      const std::int64_t rows =
-          std::min(unit.rows.end, first + source.rows) - std::max(unit.rows.begin, first);
-      first += source.rows;
-      if (rows <= 0) continue;
-      double moved = static_cast<double>(rows) * row;
-      if (!r.fresh.empty()) {
-        const auto e = static_cast<std::size_t>(r.block_expert[static_cast<std::size_t>(b.v)]);
-        moved *= r.fresh[static_cast<std::size_t>(source.rank) * experts + e];
-      }
-      bytes += moved;
-      end = std::max(end, transfer(RankId{source.rank}, r.me, moved, pull_, true));
-    }
-    end = std::max(end, now_ + static_cast<Time>(bytes * 1e3 / w.dispatch_gbps));
-    co_await sleep(w, end);
-    record(w, trace::Kind::dispatch, b.v, -1, false, begin, now_);
-    used(w, Use::communicate, begin);
-    add(r.x_ready[routed / static_cast<std::size_t>(plan_.minibatch_blocks)],
-        static_cast<std::uint32_t>(unit.rows.size()));
+    w.unit = static_cast<std::int32_t>(r.dispatch_unit++);
+    if (rows_of(w).rows.size() == 0) continue;
+    begin_rows(w);
+    return true;
   }
+  return false;
+}
+
+void Simulation::begin_rows(Worker& w) {
+  RankState& r = *w.rank;
+  const pipeline::DispatchUnit unit = rows_of(w);
+  const BlockId b = unit.block;
+  const Need slot = needed_by_slot(r, b);
+  if (!slot.met()) return wait_for(w, slot, Step::rows_wait);
+  w.begin = now_;
+  const auto routed = static_cast<std::size_t>(r.table.routed_idx(b));
+  const double row = dispatch_row_bytes(r, b);
+  const std::size_t experts = static_cast<std::size_t>(r.table.num_experts);
+  Time end = now_ + from_us(machine_[Field::remote_load_us]);
+  double bytes = 0;
+  std::int64_t first = 0;  // row of the block where the source begins
+  for (std::int32_t s = r.source_of[routed]; s < r.source_of[routed + 1]; ++s) {
+    const BlockSource& source = r.sources[static_cast<std::size_t>(s)];
+    const std::int64_t rows =
+        std::min(unit.rows.end, first + source.rows) - std::max(unit.rows.begin, first);
+    first += source.rows;
+    if (rows <= 0) continue;
+    double moved = static_cast<double>(rows) * row;
+    if (!r.fresh.empty()) {
+      const auto e = static_cast<std::size_t>(r.block_expert[static_cast<std::size_t>(b.v)]);
+      moved *= r.fresh[static_cast<std::size_t>(source.rank) * experts + e];
+    }
+    bytes += moved;
+    end = std::max(end, transfer(RankId{source.rank}, r.me, moved, pull_, true));
+  }
+  wake(w, std::max(end, now_ + static_cast<Time>(bytes * 1e3 / w.dispatch_gbps)), Step::rows);
+}
+
+bool Simulation::finish_rows(Worker& w) {
+  RankState& r = *w.rank;
+  const pipeline::DispatchUnit unit = rows_of(w);
+  record(w, trace::Kind::dispatch, unit.block.v, -1, false, w.begin, now_);
+  used(w, Use::communicate, w.begin);
+  add(r.x_ready[static_cast<std::size_t>(
+          pipeline::minibatch_of(r.table, unit.block, plan_.minibatch_blocks))],
+      static_cast<std::uint32_t>(unit.rows.size()));
+  return next_rows(w);
 }
 
 PushUnit Simulation::push_unit(const RankState& r, std::int64_t unit) const {
@@ -173,29 +192,45 @@ Process Simulation::combine_slab(Worker& w, std::int64_t slab) {
 
 // Merges the token ranges of slabs [0, end) that nobody has claimed, each as soon as every peer has
 // pushed its slab.
-Process Simulation::merge_slabs(Worker& w, std::int64_t end) {
+Simulation::Units Simulation::merge_slabs(Worker& w, std::int64_t end) {
+  w.merge_end = pipeline::num_merge_units(w.rank->num_tokens, end);
+  return {*this, w, &Simulation::next_merge};
+}
+
+bool Simulation::next_merge(Worker& w) {
   RankState& r = *w.rank;
-  const std::int64_t units = pipeline::num_merge_units(r.num_tokens, end);
+  if (r.merge_unit >= w.merge_end) return false;
+  w.unit = static_cast<std::int32_t>(r.merge_unit++);
+  begin_merge(w);
+  return true;
+}
+
+void Simulation::begin_merge(Worker& w) {
+  RankState& r = *w.rank;
+  const pipeline::MergeUnit unit = pipeline::merge_unit(w.unit, r.num_tokens);
+  const Need returns{r.returns_done[static_cast<std::size_t>(unit.slab)].counter, 1,
+                     WaitFor::returns_done, 0};
+  if (!returns.met()) return wait_for(w, returns, Step::merge_waits);
+  const Need shared{r.shared_done, r.table.shared_blocks * pipeline::num_fc2_tiles(problem_.hidden),
+                    WaitFor::shared_done, 0};
+  if (!shared.met()) return wait_for(w, shared, Step::merge_waits);
+  w.begin = now_;
   const std::int64_t pieces = problem_.top_k + (problem_.shared.intermediate > 0 ? 2 : 1);
-  const std::int64_t shared_tiles =
-      r.table.shared_blocks * pipeline::num_fc2_tiles(problem_.hidden);
-  while (r.merge_unit < units) {
-    const std::int64_t claimed = r.merge_unit++;
-    const pipeline::MergeUnit unit = pipeline::merge_unit(claimed, r.num_tokens);
-    co_await wait(w, r.returns_done[static_cast<std::size_t>(unit.slab)].counter, 1,
-                  WaitFor::returns_done, 0);
-    co_await wait(w, r.shared_done, shared_tiles, WaitFor::shared_done, 0);
-    const Time begin = now_;
-    const double bytes =
-        static_cast<double>(unit.tokens.size() * pieces * slab_columns(unit.slab).size()) *
-        cost_.elem;
-    const Time merged =
-        std::max(r.memory.serve(now_, bytes), now_ + static_cast<Time>(bytes * 1e3 / w.merge_gbps));
-    co_await sleep(w, merged);
-    record(w, trace::Kind::merge, claimed, unit.slab, false, begin, now_);
-    used(w, Use::merge, begin);
-    add(r.merge_done, 1);
-  }
+  const double bytes =
+      static_cast<double>(unit.tokens.size() * pieces * slab_columns(unit.slab).size()) *
+      cost_.elem;
+  wake(w,
+       std::max(r.memory.serve(now_, bytes), now_ + static_cast<Time>(bytes * 1e3 / w.merge_gbps)),
+       Step::merged);
+}
+
+bool Simulation::finish_merge(Worker& w) {
+  RankState& r = *w.rank;
+  record(w, trace::Kind::merge, w.unit, pipeline::merge_unit(w.unit, r.num_tokens).slab, false,
+         w.begin, now_);
+  used(w, Use::merge, w.begin);
+  add(r.merge_done, 1);
+  return next_merge(w);
 }
 
 // What is left of a worker's pass when its rows or tickets are out.

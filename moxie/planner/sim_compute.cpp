@@ -26,75 +26,66 @@ trace::Kind trace_kind(TaskKind kind) {
 }  // namespace
 
 // The ring slot that block b will use is free.
-Process Simulation::wait_slot_free(Worker& w, RankState& r, BlockId b) {
+Need Simulation::needed_by_slot(RankState& r, BlockId b) {
   if (forward()) {
     const std::int64_t holder = b.v - plan_.x_ring_blocks;
-    if (holder < r.table.shared_blocks) co_return;
-    co_await wait(w, r.fc1_done[static_cast<std::size_t>(holder)], r.forward.fc1_tiles,
-                  WaitFor::x_slot_free, holder);
-  } else {
-    const std::int64_t holder = b.v - plan_.backward_ring_blocks;
-    if (holder < 0) co_return;
-    const std::int64_t chunk = r.backward.chunks.chunk_of(BlockId{holder});
-    co_await wait(w, r.trail_done[static_cast<std::size_t>(chunk)], r.backward.trail_tickets(chunk),
-                  WaitFor::x_slot_free, chunk);
+    if (holder < r.table.shared_blocks) return {};
+    return {r.fc1_done[static_cast<std::size_t>(holder)], r.forward.fc1_tiles, WaitFor::x_slot_free,
+            holder};
   }
+  const std::int64_t holder = b.v - plan_.backward_ring_blocks;
+  if (holder < 0) return {};
+  const std::int64_t chunk = r.backward.chunks.chunk_of(BlockId{holder});
+  return {r.trail_done[static_cast<std::size_t>(chunk)], r.backward.trail_tickets(chunk),
+          WaitFor::x_slot_free, chunk};
 }
 
-Process Simulation::wait_for_task(Worker& w, const Task& task, std::int64_t ticket) {
-  RankState& r = *w.rank;
-  const auto b = static_cast<std::size_t>(task.block.v);
+std::int64_t Simulation::wave_band(const RankState& r, const Task& task) const {
   const bool shared = task.kind != TaskKind::wgrad && r.table.is_shared(task.block);
-  const std::int64_t width = shared ? problem_.shared.intermediate : problem_.intermediate;
-  if (options_.mechanisms.wave_barrier) {
-    const std::int64_t kind = static_cast<std::int64_t>(task.kind);
-    const std::int64_t band = shared ? -1 - task.block.v / plan_.band_blocks
-                                     : r.table.routed_idx(task.block) / plan_.band_blocks;
-    if (kind != r.wave_kind || band != r.wave_band) {
-      r.wave_kind = kind;
-      r.wave_band = band;
-      r.wave_begin = ticket;
-    }
-    co_await wait(w, r.tasks_done, r.wave_begin, WaitFor::phase, band);
-  }
+  return shared ? -1 - task.block.v / plan_.band_blocks
+                : r.table.routed_idx(task.block) / plan_.band_blocks;
+}
+
+// The first thing that w.task has to wait for.
+Need Simulation::needed_by_tile(const Worker& w) {
+  RankState& r = *w.rank;
+  const Task& task = w.task;
+  const auto b = static_cast<std::size_t>(task.block.v);
+  if (options_.mechanisms.wave_barrier && r.tasks_done.value < w.wave_begin)
+    return {r.tasks_done, w.wave_begin, WaitFor::phase, wave_band(r, task)};
   switch (task.kind) {
     case TaskKind::fc1:
     case TaskKind::dgrad: {
-      if (shared) {
-        if (!forward()) co_await wait_slot_free(w, r, task.block);
-        break;
-      }
+      if (r.table.is_shared(task.block)) return forward() ? Need{} : needed_by_slot(r, task.block);
       const auto minibatch = static_cast<std::size_t>(
           pipeline::minibatch_of(r.table, task.block, plan_.minibatch_blocks));
-      co_await wait(w, r.x_ready[minibatch], r.minibatch_rows[minibatch], WaitFor::x_ready,
-                    task.block.v);
+      const Need rows{r.x_ready[minibatch], r.minibatch_rows[minibatch], WaitFor::x_ready,
+                      task.block.v};
       const std::int64_t holder = task.block.v - plan_.hidden_ring_blocks;
-      if (!forward() || holder < r.table.shared_blocks) break;
-      co_await wait(w, r.fc2_done[static_cast<std::size_t>(holder)], r.forward.fc2_tiles,
-                    WaitFor::hidden_free, holder);
-      break;
+      if (!rows.met() || !forward() || holder < r.table.shared_blocks) return rows;
+      return {r.fc2_done[static_cast<std::size_t>(holder)], r.forward.fc2_tiles,
+              WaitFor::hidden_free, holder};
     }
     case TaskKind::fc2:
-    case TaskKind::dx:
-      co_await wait(w, r.fc1_done[b], pipeline::num_fc1_tiles(width), WaitFor::fc1_done,
-                    task.block.v);
-      break;
-    case TaskKind::wgrad: {
-      const auto& chunks = r.backward.chunks;
-      const Range blocks = chunks.blocks(task.chunk);
-      for (std::int64_t i = blocks.begin; i < blocks.end; ++i) {
-        co_await wait(w, r.fc1_done[static_cast<std::size_t>(i)],
-                      r.backward.dgrad_tiles_of(task.chunk), WaitFor::fc1_done, i);
-      }
-      const std::int64_t after = chunks.chunk_after[task.chunk];
-      if (after >= 0) {
-        co_await wait(w, r.trail_done[static_cast<std::size_t>(after)],
-                      r.backward.trail_tickets(after), WaitFor::wgrad_order, after);
-      }
-      r.ready_chunk = task.chunk;
-      break;
-    }
+    case TaskKind::dx: return {r.fc1_done[b], r.lead_tiles[b], WaitFor::fc1_done, task.block.v};
+    case TaskKind::wgrad: break;
   }
+  if (task.chunk == r.ready_chunk) return {};
+  const auto& chunks = r.backward.chunks;
+  const Range blocks = chunks.blocks(task.chunk);
+  for (std::int64_t i = blocks.begin; i < blocks.end; ++i) {
+    const Need products{r.fc1_done[static_cast<std::size_t>(i)],
+                        r.backward.dgrad_tiles_of(task.chunk), WaitFor::fc1_done, i};
+    if (!products.met()) return products;
+  }
+  const std::int64_t after = chunks.chunk_after[task.chunk];
+  if (after >= 0) {
+    const Need order{r.trail_done[static_cast<std::size_t>(after)], r.backward.trail_tickets(after),
+                     WaitFor::wgrad_order, after};
+    if (!order.met()) return order;
+  }
+  r.ready_chunk = task.chunk;
+  return {};
 }
 
 // A finished row-piece tile goes home, or to the workers that carry it there. A GPU goes on with
@@ -117,50 +108,44 @@ void Simulation::combine_tile(Worker& w, const Task& task) {
   piece_pushed(r, slab, w.push_free);
 }
 
-// True if the task has nothing to wait for: the common case, decided without a program of its own.
-bool Simulation::ready(RankState& r, const Task& task) const {
-  if (options_.mechanisms.wave_barrier) return false;
-  const auto b = static_cast<std::size_t>(task.block.v);
-  switch (task.kind) {
-    case TaskKind::fc1:
-    case TaskKind::dgrad: {
-      if (r.table.is_shared(task.block)) return forward();
-      const auto minibatch = static_cast<std::size_t>(
-          pipeline::minibatch_of(r.table, task.block, plan_.minibatch_blocks));
-      if (r.x_ready[minibatch].value < static_cast<std::uint32_t>(r.minibatch_rows[minibatch]))
-        return false;
-      return !forward() || task.block.v - plan_.hidden_ring_blocks < r.table.shared_blocks;
-    }
-    case TaskKind::fc2:
-    case TaskKind::dx: return r.fc1_done[b].value >= r.lead_tiles[b];
-    case TaskKind::wgrad: return task.chunk == r.ready_chunk;
-  }
-  return false;
+// Runs tickets in order until `end`, which is the same for all workers of a rank.
+Simulation::Units Simulation::compute_tiles(Worker& w, std::int64_t end) {
+  w.rank->tickets_end = end;
+  return {*this, w, &Simulation::next_tile};
 }
 
-// False: no ticket is left.
-bool Simulation::claim_tile(Worker& w) {
+bool Simulation::next_tile(Worker& w) {
   RankState& r = *w.rank;
-  w.has_task = r.ticket < r.tickets_end;
-  if (!w.has_task) return false;
+  if (r.ticket >= r.tickets_end) return false;
   const std::int64_t ticket = r.ticket++;
   w.task = forward() ? r.forward.task(ticket) : r.backward.task(ticket);
+  if (options_.mechanisms.wave_barrier) {
+    const auto kind = static_cast<std::int64_t>(w.task.kind);
+    const std::int64_t band = wave_band(r, w.task);
+    if (kind != r.wave_kind || band != r.wave_band) {
+      r.wave_kind = kind;
+      r.wave_band = band;
+      r.wave_begin = static_cast<std::uint32_t>(ticket);
+    }
+    w.wave_begin = r.wave_begin;
+  }
+  begin_tile(w);
   return true;
 }
 
 void Simulation::begin_tile(Worker& w) {
   RankState& r = *w.rank;
+  const Need need = needed_by_tile(w);
+  if (!need.met()) return wait_for(w, need, Step::tile_waits);
   const TileCost cost = known_cost(r, w.task);
-  w.has_task = false;
   w.begin = now_;
-  w.step = Step::product;
-  queue_.push(std::max(r.memory.serve(now_, cost.bytes),
-                       now_ + static_cast<Time>(cost.cycles * r.cycle_ps)),
-              w.id);
+  wake(w,
+       std::max(r.memory.serve(now_, cost.bytes),
+                now_ + static_cast<Time>(cost.cycles * r.cycle_ps)),
+       Step::product);
 }
 
-// The product has ended: its pieces leave, its counters grow, the next tile begins. False: that is
-// for the program to do, which has to wait for something.
+// The product has ended: its pieces leave, its counters grow, the next tile begins.
 bool Simulation::finish_tile(Worker& w) {
   RankState& r = *w.rank;
   const Task& task = w.task;
@@ -168,8 +153,7 @@ bool Simulation::finish_tile(Worker& w) {
                                                    : r.table.is_shared(task.block),
              leaves = task.kind == TaskKind::fc2 || task.kind == TaskKind::dx;
   const auto later_step = [&](Step step) {
-    w.step = step;
-    queue_.push(w.push_free, w.id);
+    wake(w, w.push_free, step);
     return true;
   };
   if (w.step == Step::product) {
@@ -199,23 +183,7 @@ bool Simulation::finish_tile(Worker& w) {
     case TaskKind::wgrad: add(r.trail_done[static_cast<std::size_t>(task.chunk)], 1); break;
   }
   add(r.tasks_done, 1);
-  w.step = Step::program;
-  if (!claim_tile(w) || !ready(r, w.task)) return false;
-  begin_tile(w);
-  return true;
-}
-
-// Runs tickets in order until `end`, which is the same for all workers of a rank. Tiles that have
-// nothing to wait for follow each other in finish_tile: a program that resumes costs ten cache
-// lines, a tile that ends one.
-Process Simulation::compute_tiles(Worker& w, std::int64_t end) {
-  RankState& r = *w.rank;
-  r.tickets_end = end;
-  bool claimed = claim_tile(w);
-  while (claimed) {
-    if (!ready(r, w.task)) co_await wait_for_task(w, w.task, r.ticket - 1);
-    claimed = co_await Tiles{*this, w};
-  }
+  return next_tile(w);
 }
 
 }  // namespace moxie::planner

@@ -181,7 +181,6 @@ void Simulation::add_workers(RankState& r, const Crew& crew) {
   for (std::int64_t i = 0; i < crew.comm + crew.compute; ++i) {
     Worker* w = &workers_.emplace_back();
     w->rank = &r;
-    w->id = static_cast<std::uint32_t>(workers_.size() - 1);
     w->role = i < crew.comm ? Role::comm : Role::compute;
     w->idx = static_cast<std::int32_t>(i < crew.comm ? i : i - crew.comm);
     w->spare = crew.spare && w->role == Role::comm;

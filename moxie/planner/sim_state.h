@@ -20,42 +20,61 @@ struct RankState;
 
 // Where a worker goes on when its time has come.
 enum class Step : std::uint8_t {
-  program,  // its coroutine
-  product,  // of w.task, ends
-  push,     // of the tile before has left, that of w.task may begin
-  pushed,   // that of w.task has left, too
+  program,     // its coroutine
+  tile_waits,  // for what w.task needs; then it begins
+  product,     // of w.task, ends
+  push,        // of the tile before has left, that of w.task may begin
+  pushed,      // that of w.task has left, too
+  rows_wait,   // for a slot
+  rows,        // of w.unit are there
+  merge_waits,
+  merged,  // the tokens of w.unit
 };
 
-// Most events are tiles' ends. One must not cost the cache more than one line of a worker:
-// tens of thousands take their turns.
+inline constexpr std::uint32_t kNobody = UINT32_MAX;
+
+// Tens of thousands of workers take their turns, and no two next to each other: a turn must not
+// cost the cache more than one line of a worker.
 struct alignas(64) Worker {
   RankState* rank = nullptr;
-  pipeline::Task task;              // claimed last
-  Time begin = 0;                   // of what it does now
-  Time push_free = 0;               // its last push has left then
-  std::coroutine_handle<> goes_on;  // where its program resumes
-  std::uint32_t id = 0;
+  pipeline::Task task;  // claimed last
+  Time begin = 0;       // of what it does now, or of its wait
+  Time push_free = 0;   // its last push has left then
+  std::uint32_t next_waiter = kNobody, wanted = 0;
+  std::int32_t unit = 0;  // of rows or tokens, claimed last
   Step step = Step::program;
-  bool has_task = false;  // claimed and not begun
-  bool is_cta = false;    // which of RankState::uses it adds to
+  bool is_cta = false;       // which of RankState::uses it adds to
+  std::uint8_t waits_for{};  // a WaitFor
 
-  std::int32_t idx = 0;  // from here on: not of tiles
+  std::coroutine_handle<> goes_on;  // where its program resumes; from here on: not every turn's
+  std::int64_t merge_end = 0;       // units that it may claim
+  std::int64_t wait_idx = 0;        // for the trace
+  std::uint32_t wave_begin = 0;     // tiles that must have ended before its own
+  std::int32_t idx = 0;
   Role role = Role::comm;
   bool spare = false;  // warps of a CTA that a compute worker is counted for
   double dispatch_gbps = 0, merge_gbps = 0;
   Process program;
-  Worker* next_waiter = nullptr;
-  std::uint32_t wanted = 0;
   Time done = -1;
 };
-static_assert(offsetof(Worker, idx) <= 64);
+static_assert(offsetof(Worker, goes_on) == 64);
 
 // A count that workers wait for, and those that do.
 struct Counter {
   std::uint32_t value = 0;
   std::uint32_t least_wanted = UINT32_MAX;  // of those who wait
-  Worker* first = nullptr;
-  Worker* last = nullptr;
+  std::uint32_t first = kNobody, last = kNobody;
+};
+// What somebody waits for; no counter: nothing.
+struct Need {
+  Counter* counter = nullptr;
+  std::uint32_t wanted = 0;
+  WaitFor what = WaitFor::phase;
+  std::int64_t idx = 0;
+  Need() = default;
+  Need(Counter& c, std::int64_t value, WaitFor reason, std::int64_t index)
+      : counter(&c), wanted(static_cast<std::uint32_t>(value)), what(reason), idx(index) {}
+  bool met() const { return counter == nullptr || counter->value >= wanted; }
 };
 
 struct BlockSource {
@@ -98,7 +117,8 @@ struct alignas(64) RankState {
   RankId me;
   std::int64_t num_tokens = 0, num_tickets = 0, routed_blocks = 0;
   std::int64_t dispatch_unit = 0, combine_unit = 0, merge_unit = 0;
-  std::int64_t wave_kind = -1, wave_band = -1, wave_begin = 0;
+  std::int64_t wave_kind = -1, wave_band = -1;
+  std::uint32_t wave_begin = 0;
   // tables
   std::vector<std::int64_t> row_prefix, step_ticket;
   std::vector<std::int32_t> source_begin, expert_block, chunk_block, chunk_expert, chunk_after,
@@ -159,23 +179,32 @@ class Simulation {
   Process schedule_pass(Worker& w);
   Process dispatch_rows(Worker& w);
   Process push_rows(Worker& w);
-  Process wait_slot_free(Worker& w, RankState& r, BlockId b);
-  Process pull_rows(Worker& w);
   PushUnit push_unit(const RankState& r, std::int64_t unit) const;
   std::int64_t num_push_units(const RankState& r) const;
   Process combine_slab(Worker& w, std::int64_t slab);
-  Process merge_slabs(Worker& w, std::int64_t end);
   Process return_rows(Worker& w);
   Process finish_pass(Worker& w);
-  Process compute_tiles(Worker& w, std::int64_t end);
-  Process wait_for_task(Worker& w, const pipeline::Task& task, std::int64_t ticket);
-  bool claim_tile(Worker& w);
+
+  // What there is most of follows each other without the program, which costs ten cache lines to
+  // resume: next_* claims a unit and begins it or waits for what it needs, or says that none is
+  // left; finish_* ends it and claims the next one.
+  bool next_tile(Worker& w);
   void begin_tile(Worker& w);
   bool finish_tile(Worker& w);
+  bool next_rows(Worker& w);
+  void begin_rows(Worker& w);
+  bool finish_rows(Worker& w);
+  bool next_merge(Worker& w);
+  void begin_merge(Worker& w);
+  bool finish_merge(Worker& w);
+  bool take_turn(Worker& w);
   void combine_tile(Worker& w, const pipeline::Task& task);
-  bool ready(RankState& r, const pipeline::Task& task) const;
+  pipeline::DispatchUnit rows_of(const Worker& w) const;
+  Need needed_by_tile(const Worker& w);
+  Need needed_by_slot(RankState& r, BlockId b);
+  std::int64_t wave_band(const RankState& r, const pipeline::Task& task) const;
 
-  // what workers await
+  // what programs await
   struct Sleep {
     Simulation& sim;
     Worker& w;
@@ -183,39 +212,49 @@ class Simulation {
     bool await_ready() const noexcept { return until <= sim.now_; }
     void await_suspend(std::coroutine_handle<> h) const {
       w.goes_on = h;
-      sim.queue_.push(until, w.id);
+      sim.wake(w, until, Step::program);
     }
     void await_resume() const noexcept {}
-  };
-  // The worker's tile, and those after it that have nothing to wait for. True if it has claimed one
-  // that has.
-  struct Tiles {
-    Simulation& sim;
-    Worker& w;
-    bool await_ready() const noexcept { return false; }
-    void await_suspend(std::coroutine_handle<> h) const {
-      w.goes_on = h;
-      sim.begin_tile(w);
-    }
-    bool await_resume() const noexcept { return w.has_task; }
   };
   struct Await {
     Simulation& sim;
     Worker& w;
-    Counter& counter;
-    std::uint32_t wanted;
-    WaitFor what;
-    std::int64_t idx;
-    Time since;
-    bool await_ready() const noexcept { return counter.value >= wanted; }
-    void await_suspend(std::coroutine_handle<> h) const;
-    void await_resume() const { sim.waited(*this); }
+    Need need;
+    bool await_ready() const noexcept {
+      w.begin = sim.now_;
+      return need.met();
+    }
+    void await_suspend(std::coroutine_handle<> h) const {
+      w.goes_on = h;
+      sim.wait_for(w, need, Step::program);
+    }
+    void await_resume() const { sim.waited(w); }
+  };
+  struct Units {  // until none is left
+    Simulation& sim;
+    Worker& w;
+    bool (Simulation::*next)(Worker&);
+    bool await_ready() const { return !(sim.*next)(w); }
+    void await_suspend(std::coroutine_handle<> h) const { w.goes_on = h; }
+    void await_resume() const noexcept {}
   };
   Sleep sleep(Worker& w, Time until) { return {*this, w, until}; }
   Await wait(Worker& w, Counter& counter, std::int64_t wanted, WaitFor what, std::int64_t idx) {
-    return {*this, w, counter, static_cast<std::uint32_t>(wanted), what, idx, now_};
+    return {*this, w, {counter, wanted, what, idx}};
   }
-  void waited(const Await& a);
+  Units pull_rows(Worker& w) { return {*this, w, &Simulation::next_rows}; }
+  Units compute_tiles(Worker& w, std::int64_t end);
+  Units merge_slabs(Worker& w, std::int64_t end);
+  void wake(Worker& w, Time at, Step step) {
+    w.step = step;
+    queue_.push(at, id_of(w));
+  }
+  std::uint32_t id_of(const Worker& w) const {
+    return static_cast<std::uint32_t>(&w - workers_.data());
+  }
+  void wait_for(Worker& w, const Need& need, Step step);
+  void append_waiter(Counter& counter, Worker& w);
+  void waited(Worker& w);
   void add(Counter& counter, std::uint32_t amount);
   void later(Time time, Counter& counter, std::uint32_t amount);
   void used(Worker& w, Use use, Time since) {

@@ -7,19 +7,29 @@ namespace moxie::planner {
 
 using pipeline::Range;
 
-void Simulation::Await::await_suspend(std::coroutine_handle<> h) const {
-  w.goes_on = h;
-  w.wanted = wanted;
-  counter.least_wanted = std::min(counter.least_wanted, wanted);
-  w.next_waiter = nullptr;
-  (counter.last != nullptr ? counter.last->next_waiter : counter.first) = &w;
-  counter.last = &w;
+void Simulation::wait_for(Worker& w, const Need& need, Step step) {
+  w.step = step;
+  w.begin = now_;
+  w.wanted = need.wanted;
+  w.waits_for = static_cast<std::uint8_t>(need.what);
+  if (options_.trace) w.wait_idx = need.idx;
+  need.counter->least_wanted = std::min(need.counter->least_wanted, need.wanted);
+  append_waiter(*need.counter, w);
 }
 
-void Simulation::waited(const Await& a) {
-  if (now_ == a.since) return;
+void Simulation::append_waiter(Counter& counter, Worker& w) {
+  w.next_waiter = kNobody;
+  const std::uint32_t id = id_of(w);
+  (counter.last != kNobody ? workers_[counter.last].next_waiter : counter.first) = id;
+  counter.last = id;
+}
+
+// The wait that began at w.begin is over.
+void Simulation::waited(Worker& w) {
+  if (now_ == w.begin) return;
+  const auto what = static_cast<WaitFor>(w.waits_for);
   Use use = Use::wait_order;
-  switch (a.what) {
+  switch (what) {
     case WaitFor::x_ready: use = Use::wait_rows; break;
     case WaitFor::x_slot_free:
     case WaitFor::peer_slot_free:
@@ -36,29 +46,28 @@ void Simulation::waited(const Await& a) {
     case WaitFor::phase: use = Use::tail; break;
     default: break;
   }
-  used(a.w, use, a.since);
+  used(w, use, w.begin);
   constexpr Time kShownWait = 200'000;  // 0.2 us; shorter waits are noise in a picture
-  if (now_ - a.since > kShownWait)
-    record(a.w, trace::Kind::wait, a.idx, -1, false, a.since, now_, a.what);
+  if (now_ - w.begin > kShownWait)
+    record(w, trace::Kind::wait, w.wait_idx, -1, false, w.begin, now_, what);
 }
 
 void Simulation::add(Counter& counter, std::uint32_t amount) {
   counter.value += amount;
   if (counter.value < counter.least_wanted) return;
-  Worker* waiter = counter.first;
-  counter.first = counter.last = nullptr;
+  std::uint32_t id = counter.first;
+  counter.first = counter.last = kNobody;
   counter.least_wanted = UINT32_MAX;
-  while (waiter != nullptr) {
-    Worker* next = waiter->next_waiter;
-    waiter->next_waiter = nullptr;
-    if (counter.value >= waiter->wanted) {
-      queue_.push(now_, waiter->id);
+  while (id != kNobody) {
+    Worker& w = workers_[id];
+    const std::uint32_t next = w.next_waiter;
+    if (counter.value >= w.wanted) {
+      queue_.push(now_, id);
     } else {
-      (counter.last != nullptr ? counter.last->next_waiter : counter.first) = waiter;
-      counter.last = waiter;
-      counter.least_wanted = std::min(counter.least_wanted, waiter->wanted);
+      append_waiter(counter, w);
+      counter.least_wanted = std::min(counter.least_wanted, w.wanted);
     }
-    waiter = next;
+    id = next;
   }
 }
 

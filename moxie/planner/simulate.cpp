@@ -129,11 +129,36 @@ void Simulation::ask_for_next() const {
   }
 }
 
+// False: the worker's program has to go on.
+bool Simulation::take_turn(Worker& w) {
+  switch (w.step) {
+    case Step::program: return false;
+    case Step::product:
+    case Step::push:
+    case Step::pushed: return finish_tile(w);
+    case Step::rows: return finish_rows(w);
+    case Step::merged: return finish_merge(w);
+    case Step::tile_waits:
+      waited(w);
+      begin_tile(w);
+      return true;
+    case Step::rows_wait:
+      waited(w);
+      begin_rows(w);
+      return true;
+    case Step::merge_waits:
+      waited(w);
+      begin_merge(w);
+      return true;
+  }
+  return false;
+}
+
 SimResult Simulation::run() {
   for (Worker& w : workers_) {
     w.program = program(w);
     w.goes_on = w.program.handle();
-    queue_.push(0, w.id);
+    wake(w, 0, Step::program);
   }
   SimResult result;
   while (!queue_.empty()) {
@@ -143,7 +168,7 @@ SimResult Simulation::run() {
     ++result.num_events;
     if (event.id < workers_.size()) {
       Worker& w = workers_[event.id];
-      if (w.step == Step::program || !finish_tile(w)) w.goes_on.resume();
+      if (!take_turn(w)) w.goes_on.resume();
     } else {
       const std::uint32_t at = event.id - static_cast<std::uint32_t>(workers_.size());
       const Delivery delivery = deliveries_[at];
