@@ -11,11 +11,10 @@
 namespace moxie::planner {
 
 struct Server {
-  double ps_per_byte = 0;
   Time free = 0;  // everything asked so far is done then
   double bytes = 0;
 
-  Time serve(Time now, double n) {
+  Time serve(Time now, double n, double ps_per_byte) {
     bytes += n;
     free = std::max(free, now) + static_cast<Time>(n * ps_per_byte);
     return free;

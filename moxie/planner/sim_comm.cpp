@@ -20,7 +20,7 @@ Process Simulation::stage(Worker& w) {
   std::int64_t workers = std::max(plan_.comm_workers, 1);
   if (gpu()) workers = machine_.num_sms() - options_.reserve_sms;
   const double each = bytes / static_cast<double>(workers);
-  Time end = std::max(r.memory.serve(now_, each),
+  Time end = std::max(r.memory.serve(now_, each, memory_ps_),
                       now_ + static_cast<Time>(each * 1e3 / machine_[Field::sm_merge_gbps]));
   if (w.idx == 0 && w.role == Role::comm) {
     const double routes = tokens * static_cast<double>(problem_.top_k);
@@ -61,7 +61,7 @@ Process Simulation::schedule_pass(Worker& w) {
 pipeline::DispatchUnit Simulation::rows_of(const Worker& w) const {
   const RankState& r = *w.rank;
   const BlockId b = pipeline::dispatch_block(r.table, w.unit);
-  return pipeline::dispatch_unit(r.table, w.unit, r.block_rows[static_cast<std::size_t>(b.v)]);
+  return pipeline::dispatch_unit(r.table, w.unit, r.block(b.v).rows);
 }
 
 // Pulls rows into ring slots, in block order.
@@ -98,7 +98,7 @@ void Simulation::begin_rows(Worker& w) {
     if (rows <= 0) continue;
     double moved = static_cast<double>(rows) * row;
     if (!r.fresh.empty()) {
-      const auto e = static_cast<std::size_t>(r.block_expert[static_cast<std::size_t>(b.v)]);
+      const auto e = static_cast<std::size_t>(r.block(b.v).expert);
       moved *= r.fresh[static_cast<std::size_t>(source.rank) * experts + e];
     }
     bytes += moved;
@@ -112,8 +112,9 @@ bool Simulation::finish_rows(Worker& w) {
   const pipeline::DispatchUnit unit = rows_of(w);
   record(w, trace::Kind::dispatch, unit.block.v, -1, false, w.begin, now_);
   used(w, Use::communicate, w.begin);
-  add(r.x_ready[static_cast<std::size_t>(
-          pipeline::minibatch_of(r.table, unit.block, plan_.minibatch_blocks))],
+  add(r.minibatches[static_cast<std::size_t>(
+                        pipeline::minibatch_of(r.table, unit.block, plan_.minibatch_blocks))]
+          .ready,
       static_cast<std::uint32_t>(unit.rows.size()));
   return next_rows(w);
 }
@@ -137,14 +138,14 @@ Process Simulation::push_rows(Worker& w) {
     RankState& dest = at(to);
     const BlockId b{dest.table.shared_blocks + unit.block};
     if (unit.block >= plan_.x_ring_blocks) {
-      co_await wait(w, dest.fc1_done[static_cast<std::size_t>(b.v - plan_.x_ring_blocks)],
+      co_await wait(w, dest.block(b.v - plan_.x_ring_blocks).lead_done,
                     pipeline::num_fc1_tiles(problem_.intermediate), WaitFor::peer_slot_free,
                     unit.dest);
     }
     const Time begin = now_;
     double bytes = static_cast<double>(unit.rows) * dispatch_row_bytes(dest, b);
     if (!dest.fresh.empty()) {
-      const auto e = static_cast<std::size_t>(dest.block_expert[static_cast<std::size_t>(b.v)]);
+      const auto e = static_cast<std::size_t>(dest.block(b.v).expert);
       bytes *= dest.fresh[static_cast<std::size_t>(r.me.v * dest.table.num_experts) + e];
     }
     Time end = transfer(r.me, to, bytes, push_, true);
@@ -153,7 +154,8 @@ Process Simulation::push_rows(Worker& w) {
     co_await sleep(w, end + (to == r.me ? 0 : flag));
     record(w, trace::Kind::dispatch, unit.block, -1, false, begin, now_);
     used(w, Use::communicate, begin);
-    later(now_ + flag, dest.x_ready[static_cast<std::size_t>(unit.block / plan_.minibatch_blocks)],
+    later(now_ + flag,
+          dest.minibatches[static_cast<std::size_t>(unit.block / plan_.minibatch_blocks)].ready,
           static_cast<std::uint32_t>(unit.rows));
   }
 }
@@ -220,7 +222,8 @@ void Simulation::begin_merge(Worker& w) {
       static_cast<double>(unit.tokens.size() * pieces * slab_columns(unit.slab).size()) *
       cost_.elem;
   wake(w,
-       std::max(r.memory.serve(now_, bytes), now_ + static_cast<Time>(bytes * 1e3 / w.merge_gbps)),
+       std::max(r.memory.serve(now_, bytes, memory_ps_),
+                now_ + static_cast<Time>(bytes * 1e3 / w.merge_gbps)),
        Step::merged);
 }
 

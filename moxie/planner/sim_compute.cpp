@@ -30,14 +30,12 @@ Need Simulation::needed_by_slot(RankState& r, BlockId b) {
   if (forward()) {
     const std::int64_t holder = b.v - plan_.x_ring_blocks;
     if (holder < r.table.shared_blocks) return {};
-    return {r.fc1_done[static_cast<std::size_t>(holder)], r.forward.fc1_tiles, WaitFor::x_slot_free,
-            holder};
+    return {r.block(holder).lead_done, r.forward.fc1_tiles, WaitFor::x_slot_free, holder};
   }
   const std::int64_t holder = b.v - plan_.backward_ring_blocks;
   if (holder < 0) return {};
   const std::int64_t chunk = r.backward.chunks.chunk_of(BlockId{holder});
-  return {r.trail_done[static_cast<std::size_t>(chunk)], r.backward.trail_tickets(chunk),
-          WaitFor::x_slot_free, chunk};
+  return {r.chunk(chunk).trail_done, r.backward.trail_tickets(chunk), WaitFor::x_slot_free, chunk};
 }
 
 std::int64_t Simulation::wave_band(const RankState& r, const Task& task) const {
@@ -50,37 +48,36 @@ std::int64_t Simulation::wave_band(const RankState& r, const Task& task) const {
 Need Simulation::needed_by_tile(const Worker& w) {
   RankState& r = *w.rank;
   const Task& task = w.task;
-  const auto b = static_cast<std::size_t>(task.block.v);
   if (options_.mechanisms.wave_barrier && r.tasks_done.value < w.wave_begin)
     return {r.tasks_done, w.wave_begin, WaitFor::phase, wave_band(r, task)};
   switch (task.kind) {
     case TaskKind::fc1:
     case TaskKind::dgrad: {
       if (r.table.is_shared(task.block)) return forward() ? Need{} : needed_by_slot(r, task.block);
-      const auto minibatch = static_cast<std::size_t>(
-          pipeline::minibatch_of(r.table, task.block, plan_.minibatch_blocks));
-      const Need rows{r.x_ready[minibatch], r.minibatch_rows[minibatch], WaitFor::x_ready,
-                      task.block.v};
+      MinibatchState& minibatch = r.minibatches[static_cast<std::size_t>(
+          pipeline::minibatch_of(r.table, task.block, plan_.minibatch_blocks))];
+      const Need rows{minibatch.ready, minibatch.rows, WaitFor::x_ready, task.block.v};
       const std::int64_t holder = task.block.v - plan_.hidden_ring_blocks;
       if (!rows.met() || !forward() || holder < r.table.shared_blocks) return rows;
-      return {r.fc2_done[static_cast<std::size_t>(holder)], r.forward.fc2_tiles,
-              WaitFor::hidden_free, holder};
+      return {r.block(holder).fc2_done, r.forward.fc2_tiles, WaitFor::hidden_free, holder};
     }
     case TaskKind::fc2:
-    case TaskKind::dx: return {r.fc1_done[b], r.lead_tiles[b], WaitFor::fc1_done, task.block.v};
+    case TaskKind::dx:
+      return {r.block(task.block.v).lead_done, lead_tiles(r, task.block), WaitFor::fc1_done,
+              task.block.v};
     case TaskKind::wgrad: break;
   }
   if (task.chunk == r.ready_chunk) return {};
   const auto& chunks = r.backward.chunks;
   const Range blocks = chunks.blocks(task.chunk);
   for (std::int64_t i = blocks.begin; i < blocks.end; ++i) {
-    const Need products{r.fc1_done[static_cast<std::size_t>(i)],
-                        r.backward.dgrad_tiles_of(task.chunk), WaitFor::fc1_done, i};
+    const Need products{r.block(i).lead_done, r.backward.dgrad_tiles_of(task.chunk),
+                        WaitFor::fc1_done, i};
     if (!products.met()) return products;
   }
   const std::int64_t after = chunks.chunk_after[task.chunk];
   if (after >= 0) {
-    const Need order{r.trail_done[static_cast<std::size_t>(after)], r.backward.trail_tickets(after),
+    const Need order{r.chunk(after).trail_done, r.backward.trail_tickets(after),
                      WaitFor::wgrad_order, after};
     if (!order.met()) return order;
   }
@@ -96,14 +93,14 @@ void Simulation::combine_tile(Worker& w, const Task& task) {
   const std::int64_t tiles = pipeline::num_fc2_tiles(problem_.hidden),
                      slab = pipeline::slab_of_tile(task.tile, num_slabs(), tiles);
   if (combine_by_comm()) {
-    const double rows = r.block_rows[static_cast<std::size_t>(task.block.v)];
-    r.memory.serve(now_, rows * pipeline::kFc2TileCols * cost_.elem);
+    const double rows = r.block(task.block.v).rows;
+    r.memory.serve(now_, rows * pipeline::kFc2TileCols * cost_.elem, memory_ps_);
     return add(r.y_ready[static_cast<std::size_t>(slab * r.routed_blocks +
                                                   r.table.routed_idx(task.block))],
                1);
   }
   const Range cols = pipeline::tile_range(task.tile, pipeline::kFc2TileCols, problem_.hidden);
-  const Range rows{0, r.block_rows[static_cast<std::size_t>(task.block.v)]};
+  const Range rows{0, r.block(task.block.v).rows};
   w.push_free = push_pieces(r, task.block, rows, static_cast<double>(cols.size()));
   piece_pushed(r, slab, w.push_free);
 }
@@ -140,7 +137,7 @@ void Simulation::begin_tile(Worker& w) {
   const TileCost cost = known_cost(r, w.task);
   w.begin = now_;
   wake(w,
-       std::max(r.memory.serve(now_, cost.bytes),
+       std::max(r.memory.serve(now_, cost.bytes, memory_ps_),
                 now_ + static_cast<Time>(cost.cycles * r.cycle_ps)),
        Step::product);
 }
@@ -174,13 +171,12 @@ bool Simulation::finish_tile(Worker& w) {
     if (!shared && !combine_by_comm() && (now_ > w.begin || !gpu()))
       record(w, trace::Kind::combine, task.block.v, task.tile, false, w.begin, now_);
   }
-  const auto b = static_cast<std::size_t>(task.block.v);
   switch (task.kind) {
     case TaskKind::fc1:
-    case TaskKind::dgrad: add(r.fc1_done[b], 1); break;
-    case TaskKind::fc2: add(r.fc2_done[b], 1); break;
+    case TaskKind::dgrad: add(r.block(task.block.v).lead_done, 1); break;
+    case TaskKind::fc2: add(r.block(task.block.v).fc2_done, 1); break;
     case TaskKind::dx:
-    case TaskKind::wgrad: add(r.trail_done[static_cast<std::size_t>(task.chunk)], 1); break;
+    case TaskKind::wgrad: add(r.chunk(task.chunk).trail_done, 1); break;
   }
   add(r.tasks_done, 1);
   return next_tile(w);

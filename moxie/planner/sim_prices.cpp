@@ -34,7 +34,7 @@ std::int64_t Simulation::sharers(const RankState& r, BlockId b) const {
     band = r.backward.chunks.blocks(r.backward.chunks.chunk_of(b));
   }
   if (!r.table.is_shared(b)) {
-    const auto e = static_cast<std::size_t>(r.block_expert[static_cast<std::size_t>(b.v)]);
+    const auto e = static_cast<std::size_t>(r.block(b.v).expert);
     band.begin = std::max<std::int64_t>(band.begin, r.expert_block[e]);
     band.end = std::min<std::int64_t>(band.end, r.expert_block[e + 1]);
   }
@@ -46,43 +46,36 @@ void Simulation::price_tasks(RankState& r) {
   using pipeline::Task;
   using pipeline::TaskKind;
   for (std::int64_t b = 0; b < r.table.num_blocks; ++b) {
-    const BlockId block{b};
-    const bool shared = r.table.is_shared(block);
-    r.lead_tiles.push_back(static_cast<std::uint32_t>(
-        pipeline::num_fc1_tiles(shared ? problem_.shared.intermediate : problem_.intermediate)));
-    r.lead_cost.push_back(
-        task_cost(r, Task{forward() ? TaskKind::fc1 : TaskKind::dgrad, block, 0, 0}));
-    r.trail_cost.push_back(
-        task_cost(r, Task{forward() ? TaskKind::fc2 : TaskKind::dx, block, 0, 0}));
+    r.block(b).lead =
+        task_cost(r, Task{forward() ? TaskKind::fc1 : TaskKind::dgrad, BlockId{b}, 0, 0});
+    r.block(b).trail =
+        task_cost(r, Task{forward() ? TaskKind::fc2 : TaskKind::dx, BlockId{b}, 0, 0});
   }
   if (forward()) return;
   for (std::int64_t c = 0; c < r.backward.chunks.num_chunks; ++c) {
     const Range blocks = r.backward.chunks.blocks(c);
-    r.chunk_rows.push_back(
-        std::accumulate(r.block_rows.begin() + blocks.begin, r.block_rows.begin() + blocks.end, 0));
+    for (std::int64_t b = blocks.begin; b < blocks.end; ++b) r.chunk(c).rows += r.block(b).rows;
   }
 }
 
 TileCost Simulation::known_cost(const RankState& r, const pipeline::Task& task) const {
-  const auto b = static_cast<std::size_t>(task.block.v);
   switch (task.kind) {
     case pipeline::TaskKind::fc1:
-    case pipeline::TaskKind::dgrad: return r.lead_cost[b];
+    case pipeline::TaskKind::dgrad: return r.block(task.block.v).lead;
     case pipeline::TaskKind::fc2:
-    case pipeline::TaskKind::dx: return r.trail_cost[b];
+    case pipeline::TaskKind::dx: return r.block(task.block.v).trail;
     case pipeline::TaskKind::wgrad: break;
   }
   const auto& chunks = r.backward.chunks;
-  return cost_.wgrad(r.chunk_rows[static_cast<std::size_t>(task.chunk)],
+  return cost_.wgrad(r.chunks[static_cast<std::size_t>(task.chunk)].rows,
                      r.backward.wgrad_of(task.chunk).tile(task.tile),
                      chunks.first_of_expert(task.chunk), chunks.last_of_expert(task.chunk));
 }
 
 TileCost Simulation::task_cost(const RankState& r, const pipeline::Task& task) const {
-  const auto b = static_cast<std::size_t>(task.block.v);
   const bool shared = r.table.is_shared(task.block);
   const std::int64_t width = shared ? problem_.shared.intermediate : problem_.intermediate;
-  const std::int64_t rows = r.block_rows[b], same = sharers(r, task.block);
+  const std::int64_t rows = r.block(task.block.v).rows, same = sharers(r, task.block);
   switch (task.kind) {
     case pipeline::TaskKind::fc1: return cost_.fc1(rows, width, same, z_saved(r, task.block));
     case pipeline::TaskKind::fc2: return cost_.fc2(rows, width, same);
@@ -94,8 +87,10 @@ TileCost Simulation::task_cost(const RankState& r, const pipeline::Task& task) c
 double Simulation::gemm_cycles(const RankState& r) const {
   double cycles = 0;
   const auto fc2_tiles = static_cast<double>(pipeline::num_fc2_tiles(problem_.hidden));
-  for (std::size_t b = 0; b < r.lead_cost.size(); ++b)
-    cycles += r.lead_tiles[b] * r.lead_cost[b].cycles + fc2_tiles * r.trail_cost[b].cycles;
+  for (std::int64_t b = 0; b < r.table.num_blocks; ++b) {
+    cycles += static_cast<double>(lead_tiles(r, BlockId{b})) * r.block(b).lead.cycles +
+              fc2_tiles * r.block(b).trail.cycles;
+  }
   for (std::int64_t c = 0; !forward() && c < r.backward.chunks.num_chunks; ++c) {
     pipeline::Task task{pipeline::TaskKind::wgrad, BlockId{}, c, 0};
     cycles += static_cast<double>(r.backward.wgrad_of(c).size()) * known_cost(r, task).cycles;
@@ -107,7 +102,7 @@ double Simulation::gemm_cycles(const RankState& r) const {
 double Simulation::moved_bytes(const RankState& r) const {
   double dispatched = 0, others = 0;
   for (std::int64_t b = r.table.shared_blocks; b < r.table.num_blocks; ++b) {
-    const double n = r.block_rows[static_cast<std::size_t>(b)];
+    const double n = r.block(b).rows;
     dispatched += n * dispatch_row_bytes(r, BlockId{b});
     others += n * row_bytes_ * (combine_by_comm() ? 3 : 2);
     if (!options_.mechanisms.fused_activation)

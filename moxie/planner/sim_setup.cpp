@@ -24,21 +24,24 @@ Simulation::Simulation(const Problem& problem, const Plan& plan, const RoutingCo
       pull_(pull_wire(machine)),
       push_(push_wire(machine)),
       row_bytes_(static_cast<double>(problem.hidden * size_bytes(problem.dtype))),
+      memory_ps_(1e3 / machine[Field::hbm_gbps]),
+      link_ps_(1e3 / machine[Field::link_raw_gbps]),
+      network_ps_(1e3 / machine[Field::network_gbps]),
       domain_(std::max<std::int64_t>(1, machine.domain_ranks())) {
   const std::int64_t count = options.symmetric ? 1 : problem.num_ranks;
+  ranks_.reserve(static_cast<std::size_t>(count));
   for (std::int64_t r = 0; r < count; ++r) build_rank(r);
   const Crew each = crew();
   workers_.reserve(static_cast<std::size_t>(count * (each.comm + each.compute)));
-  for (const auto& r : ranks_) {
-    if (dispatch_by_push()) options.symmetric ? mirror_pushes(*r) : build_push(*r);
-    judge_power(*r);
-    add_workers(*r, each);
+  for (RankState& r : ranks_) {
+    if (dispatch_by_push()) options.symmetric ? mirror_pushes(r) : build_push(r);
+    judge_power(r);
+    add_workers(r, each);
   }
 }
 
 void Simulation::build_rank(std::int64_t index) {
-  ranks_.push_back(std::make_unique<RankState>());
-  RankState& r = *ranks_.back();
+  RankState& r = ranks_.emplace_back();
   r.me = RankId{index};
   r.num_tokens = routing_.tokens[static_cast<std::size_t>(index)];
   const auto R = static_cast<std::size_t>(problem_.num_ranks);
@@ -60,27 +63,26 @@ void Simulation::build_rank(std::int64_t index) {
                             index, r.routed_blocks * kBlockRows, kBlockRows, plan_.capacity_rows,
                             r.routed_blocks * kBlockRows));
   }
+  r.blocks.resize(static_cast<std::size_t>(t.num_blocks));
   for (std::int64_t b = 0; b < t.num_blocks; ++b) {
     const BlockId block{b};
     const std::int32_t e = t.is_shared(block) ? -1 : t.expert(block).v;
-    r.block_expert.push_back(e);
-    r.block_rows.push_back(
-        static_cast<std::int32_t>(e < 0 ? t.rows(block) : t.rows(block, LocalExpertId{e})));
+    r.block(b).expert = e;
+    r.block(b).rows =
+        static_cast<std::int32_t>(e < 0 ? t.rows(block) : t.rows(block, LocalExpertId{e}));
   }
   build_sources(r);
   for (std::int64_t i = 0; i < r.routed_blocks; i += plan_.minibatch_blocks) {
-    r.minibatch_rows.push_back(static_cast<std::int32_t>(
-        pipeline::minibatch(t, i / plan_.minibatch_blocks, plan_.minibatch_blocks).rows));
+    r.minibatches.push_back(
+        {{},
+         static_cast<std::int32_t>(
+             pipeline::minibatch(t, i / plan_.minibatch_blocks, plan_.minibatch_blocks).rows)});
   }
-  const auto blocks = static_cast<std::size_t>(t.num_blocks);
-  r.x_ready.resize(r.minibatch_rows.size());
-  r.fc1_done.resize(blocks);
-  r.fc2_done.resize(blocks);
   if (forward()) {
     r.forward = pipeline::forward_stream(problem_, plan_, t);
     r.num_tickets = r.forward.num_tickets();
   } else {
-    const std::size_t chunks = blocks + local + 2;
+    const std::size_t chunks = r.blocks.size() + local + 2;
     r.chunk_block.resize(chunks + 1);
     r.chunk_expert.resize(chunks);
     r.chunk_after.resize(chunks);
@@ -89,13 +91,10 @@ void Simulation::build_rank(std::int64_t index) {
         pipeline::build_chunks(problem_, plan_, t, r.chunk_block.data(), r.chunk_expert.data(),
                                r.chunk_after.data(), r.step_ticket.data());
     r.num_tickets = r.backward.num_tickets();
-    r.trail_done.resize(static_cast<std::size_t>(r.backward.chunks.num_chunks));
+    r.chunks.resize(static_cast<std::size_t>(r.backward.chunks.num_chunks));
   }
   if (combine_by_comm()) r.y_ready.resize(static_cast<std::size_t>(num_slabs() * r.routed_blocks));
   price_tasks(r);
-  r.link.out.ps_per_byte = r.link.in.ps_per_byte = 1e3 / machine_[Field::link_raw_gbps];
-  r.network.out.ps_per_byte = r.network.in.ps_per_byte = 1e3 / machine_[Field::network_gbps];
-  r.memory.ps_per_byte = 1e3 / machine_[Field::hbm_gbps];
 }
 
 // Home ranks of each block's rows, in row order.

@@ -3,7 +3,6 @@
 #pragma once
 #include <coroutine>
 #include <cstddef>
-#include <memory>
 #include <vector>
 
 #include "moxie/pipeline/layout.h"
@@ -59,11 +58,12 @@ struct alignas(64) Worker {
 };
 static_assert(offsetof(Worker, goes_on) == 64);
 
-// A count that workers wait for, and those that do.
+// A count that workers wait for, and those that do: a ring of them, the last one's next is the
+// first.
 struct Counter {
   std::uint32_t value = 0;
   std::uint32_t least_wanted = UINT32_MAX;  // of those who wait
-  std::uint32_t first = kNobody, last = kNobody;
+  std::uint32_t last = kNobody;
 };
 // What somebody waits for; no counter: nothing.
 struct Need {
@@ -90,46 +90,62 @@ struct Gathered {
   Time last = 0;
 };
 
+// What a tile asks of its block, in one line of the cache.
+struct alignas(64) BlockState {
+  TileCost lead, trail;  // FC1 (dgrad), FC2 (dX)
+  Counter lead_done, fc2_done;
+  std::int32_t rows = 0, expert = -1;  // -1: the shared one
+};
+static_assert(sizeof(BlockState) == 64);
+struct MinibatchState {
+  Counter ready;
+  std::int32_t rows = 0;
+};
+struct ChunkState {
+  Counter trail_done;  // dX and wgrad tiles
+  std::int32_t rows = 0;
+};
+
 struct alignas(64) RankState {
-  // What every tile asks for, side by side: with tens of ranks each tile is another rank's, and
-  // finds in the first-level cache what the rank has few lines of.
+  // What every event asks for, side by side: with tens of ranks each event is another rank's, and
+  // finds in the cache what the rank has few lines of. The first line is the one that peers touch.
+  Server memory;
+  Port link, network;
+  double cycle_ps = 0;
   std::int64_t ticket = 0, tickets_end = 0;  // next one, and the end of this phase's
   std::int64_t ready_chunk = -1;             // wgrad tiles of this chunk have nothing to wait for
-  double cycle_ps = 0;
-  Server memory;
-  Counter tasks_done;
-  std::vector<std::uint32_t> lead_tiles;        // [num_blocks] FC1 (dgrad) tiles
-  std::vector<TileCost> lead_cost, trail_cost;  // [num_blocks] FC1 (dgrad), FC2 (dX)
-  std::vector<Counter> x_ready, fc1_done, fc2_done, trail_done;
-  std::vector<std::int32_t> minibatch_rows;
-  pipeline::BlockTable table;
-  pipeline::ForwardStream forward;
-  pipeline::BackwardStream backward;
-  std::vector<std::int32_t> block_rows, block_expert;  // [num_blocks]
-  std::vector<std::int32_t> source_of;                 // [routed_blocks + 1] into sources
+  std::int64_t dispatch_unit = 0, combine_unit = 0, merge_unit = 0;
+  Counter tasks_done, shared_done, merge_done;
+  std::vector<BlockState> blocks;
+  std::vector<MinibatchState> minibatches;
+  std::vector<ChunkState> chunks;
+  std::vector<std::int32_t> source_of;  // [routed_blocks + 1] into sources
   std::vector<BlockSource> sources;
-  Port link, network;
+  pipeline::BlockTable table;
+  BlockState& block(std::int64_t b) { return blocks[static_cast<std::size_t>(b)]; }
+  const BlockState& block(std::int64_t b) const { return blocks[static_cast<std::size_t>(b)]; }
+  ChunkState& chunk(std::int64_t c) { return chunks[static_cast<std::size_t>(c)]; }
   struct {
     std::int64_t workers = 0;
     std::array<Time, kNumUses> use{};  // summed over them
   } uses[2];                           // CTAs (as_plan: compute workers), all others
+  pipeline::ForwardStream forward;
+  pipeline::BackwardStream backward;
 
   RankId me;
   std::int64_t num_tokens = 0, num_tickets = 0, routed_blocks = 0;
-  std::int64_t dispatch_unit = 0, combine_unit = 0, merge_unit = 0;
   std::int64_t wave_kind = -1, wave_band = -1;
   std::uint32_t wave_begin = 0;
   // tables
   std::vector<std::int64_t> row_prefix, step_ticket;
-  std::vector<std::int32_t> source_begin, expert_block, chunk_block, chunk_expert, chunk_after,
-      chunk_rows;
+  std::vector<std::int32_t> source_begin, expert_block, chunk_block, chunk_expert, chunk_after;
   pipeline::PushTable push;
   std::vector<std::int32_t> push_first_row, push_expert_block, push_shared_blocks, push_unit_begin;
   std::vector<PushUnit> push_units;  // symmetric simulation: what peers push here, mirrored
   std::vector<float> fresh;          // [R, E_local] share of rows that dispatch moves; empty: all
   // counters
   std::vector<Counter> y_ready;
-  Counter stage_done, schedule_ready, shared_done, merge_done, closed;
+  Counter stage_done, schedule_ready, closed;
   std::array<Counter, pipeline::kMaxPhases> phase;
   Gathered inputs_ready, agreement;
   std::array<Gathered, pipeline::kMaxSlabs> returns_done;
@@ -165,6 +181,10 @@ class Simulation {
   std::int64_t sharers(const RankState& r, BlockId b) const;
   TileCost task_cost(const RankState& r, const pipeline::Task& task) const;
   TileCost known_cost(const RankState& r, const pipeline::Task& task) const;
+  std::int64_t lead_tiles(const RankState& r, BlockId b) const {  // FC1 (dgrad)
+    return pipeline::num_fc1_tiles(r.table.is_shared(b) ? problem_.shared.intermediate
+                                                        : problem_.intermediate);
+  }
 
   void ask_for_next() const;
 
@@ -174,6 +194,7 @@ class Simulation {
   Process run_split(Worker& w);
   Process end_phase(Worker& w, std::int64_t phase);
   Process memory_kernel(Worker& w, double bytes);
+  std::int64_t routed_rows(const RankState& r) const;
   double activation_bytes(const RankState& r) const;
   Process stage(Worker& w);
   Process schedule_pass(Worker& w);
@@ -271,7 +292,7 @@ class Simulation {
   void piece_pushed(RankState& r, std::int64_t slab, Time time);
   Time push_pieces(RankState& r, BlockId b, pipeline::Range rows, double cols);
   Time signal_time(RankId from, RankId to) const;
-  RankState& at(RankId r) { return *ranks_[static_cast<std::size_t>(simulated(r))]; }
+  RankState& at(RankId r) { return ranks_[static_cast<std::size_t>(simulated(r))]; }
   std::int64_t simulated(RankId r) const { return options_.symmetric ? 0 : r.v; }
   bool same_domain(RankId a, RankId b) const { return a.v / domain_ == b.v / domain_; }
 
@@ -298,10 +319,11 @@ class Simulation {
   const CostModel cost_;
   const WireBytes pull_, push_;
   const double row_bytes_;
+  const double memory_ps_, link_ps_, network_ps_;  // per byte
   const std::int64_t domain_;
-  mutable FramePool frames_;  // outlives the programs
-  std::vector<std::unique_ptr<RankState>> ranks_;
-  std::vector<Worker> workers_;  // never moves: programs hold references
+  mutable FramePool frames_;      // outlives the programs
+  std::vector<RankState> ranks_;  // neither moves: programs hold references
+  std::vector<Worker> workers_;
   EventQueue queue_;
   struct Delivery {
     Counter* counter = nullptr;

@@ -18,9 +18,14 @@ void Simulation::wait_for(Worker& w, const Need& need, Step step) {
 }
 
 void Simulation::append_waiter(Counter& counter, Worker& w) {
-  w.next_waiter = kNobody;
   const std::uint32_t id = id_of(w);
-  (counter.last != kNobody ? workers_[counter.last].next_waiter : counter.first) = id;
+  if (counter.last == kNobody) {
+    w.next_waiter = id;
+  } else {
+    Worker& last = workers_[counter.last];
+    w.next_waiter = last.next_waiter;
+    last.next_waiter = id;
+  }
   counter.last = id;
 }
 
@@ -55,20 +60,21 @@ void Simulation::waited(Worker& w) {
 void Simulation::add(Counter& counter, std::uint32_t amount) {
   counter.value += amount;
   if (counter.value < counter.least_wanted) return;
-  std::uint32_t id = counter.first;
-  counter.first = counter.last = kNobody;
+  const std::uint32_t last = counter.last;
+  counter.last = kNobody;
   counter.least_wanted = UINT32_MAX;
-  while (id != kNobody) {
+  std::uint32_t id = last, next = workers_[last].next_waiter;
+  do {
+    id = next;
     Worker& w = workers_[id];
-    const std::uint32_t next = w.next_waiter;
+    next = w.next_waiter;
     if (counter.value >= w.wanted) {
       queue_.push(now_, id);
     } else {
       append_waiter(counter, w);
       counter.least_wanted = std::min(counter.least_wanted, w.wanted);
     }
-    id = next;
-  }
+  } while (id != last);
 }
 
 // The counter grows at a later time. Deliveries share the queue with the workers, after their ids.
@@ -90,17 +96,18 @@ Time Simulation::transfer(RankId source, RankId dest, double bytes, WireBytes wi
                           bool lands_in_memory) {
   RankState& from = at(source);
   RankState& to = at(dest);
-  Time end = from.memory.serve(now_, bytes);
-  if (lands_in_memory) end = std::max(end, to.memory.serve(now_, bytes));
+  Time end = from.memory.serve(now_, bytes, memory_ps_);
+  if (lands_in_memory) end = std::max(end, to.memory.serve(now_, bytes, memory_ps_));
   if (source == dest) return end;
   if (same_domain(source, dest)) {
-    end = std::max({end, from.link.out.serve(now_, bytes * wire.forward),
-                    to.link.in.serve(now_, bytes * wire.forward)});
-    to.link.out.serve(now_, bytes * wire.reverse);
-    from.link.in.serve(now_, bytes * wire.reverse);
+    end = std::max({end, from.link.out.serve(now_, bytes * wire.forward, link_ps_),
+                    to.link.in.serve(now_, bytes * wire.forward, link_ps_)});
+    to.link.out.serve(now_, bytes * wire.reverse, link_ps_);
+    from.link.in.serve(now_, bytes * wire.reverse, link_ps_);
     return end;
   }
-  return std::max({end, from.network.out.serve(now_, bytes), to.network.in.serve(now_, bytes)}) +
+  return std::max({end, from.network.out.serve(now_, bytes, network_ps_),
+                   to.network.in.serve(now_, bytes, network_ps_)}) +
          from_us(machine_[Field::network_us]);
 }
 

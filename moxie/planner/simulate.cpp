@@ -49,15 +49,19 @@ Process Simulation::end_phase(Worker& w, std::int64_t phase) {
 Process Simulation::memory_kernel(Worker& w, double bytes) {
   const Time begin = now_;
   const double launch_us = gpu() ? machine_[Field::launch_us] : 0;
-  co_await sleep(w,
-                 now_ + from_us(launch_us) + static_cast<Time>(bytes * w.rank->memory.ps_per_byte));
+  co_await sleep(w, now_ + from_us(launch_us) + static_cast<Time>(bytes * memory_ps_));
   used(w, Use::gemm, begin);
+}
+
+std::int64_t Simulation::routed_rows(const RankState& r) const {
+  std::int64_t rows = 0;
+  for (std::int64_t b = r.table.shared_blocks; b < r.table.num_blocks; ++b) rows += r.block(b).rows;
+  return rows;
 }
 
 // Activation as a kernel of its own, or its backward; MXFP8: and what the products want quantised.
 double Simulation::activation_bytes(const RankState& r) const {
-  const double rows = static_cast<double>(std::accumulate(
-                   r.block_rows.begin() + r.table.shared_blocks, r.block_rows.end(), 0)),
+  const double rows = static_cast<double>(routed_rows(r)),
                width = rows * static_cast<double>(problem_.intermediate);
   // Reads gate and up, writes hidden; reads z and dA', writes dgate, dup and the weighted hidden.
   double bytes = (forward() ? 3 : 6) * width * cost_.elem;
@@ -185,42 +189,41 @@ SimResult Simulation::run() {
     }
     w.rank->end = std::max(w.rank->end, w.done);
   }
-  for (const auto& r : ranks_) {
+  for (RankState& r : ranks_) {
     for (Uses* sums : {&result.ctas, &result.spare_warps}) {
-      auto& [workers, use] = r->uses[sums == &result.ctas ? 0 : 1];
+      auto& [workers, use] = r.uses[sums == &result.ctas ? 0 : 1];
       // What no role accounts for is waiting at the end.
       const Time known = std::accumulate(use.begin(), use.end(), Time{0});
-      use[static_cast<std::size_t>(Use::tail)] += std::max<Time>(0, workers * r->end - known);
+      use[static_cast<std::size_t>(Use::tail)] += std::max<Time>(0, workers * r.end - known);
       for (std::size_t i = 0; i < kNumUses; ++i)
         (*sums)[i] += static_cast<double>(use[i]) / kPsPerSecond;
     }
   }
   const auto ports = [&](Port RankState::*port, LinkUse& use, double rate) {
-    for (const auto& r : ranks_) {
-      const double capacity = rate * 1e9 * static_cast<double>(r->end) / kPsPerSecond;
-      const double out = (*r.*port).out.bytes / capacity, in = (*r.*port).in.bytes / capacity;
+    for (const RankState& r : ranks_) {
+      const double capacity = rate * 1e9 * static_cast<double>(r.end) / kPsPerSecond;
+      const double out = (r.*port).out.bytes / capacity, in = (r.*port).in.bytes / capacity;
       use.out += out / static_cast<double>(ranks_.size());
       use.in += in / static_cast<double>(ranks_.size());
       use.max_out = std::max(use.max_out, out);
       use.max_in = std::max(use.max_in, in);
-      use.sent_bytes += (*r.*port).out.bytes;
+      use.sent_bytes += (r.*port).out.bytes;
     }
   };
   ports(&RankState::link, result.link, machine_[Field::link_raw_gbps]);
   ports(&RankState::network, result.network, machine_[Field::network_gbps]);
-  for (const auto& r : ranks_) {
-    result.rank_ms.push_back(to_ms(r->end));
-    result.ms = std::max(result.ms, to_ms(r->end));
-    result.gemm_stretch = std::max(result.gemm_stretch, r->stretch);
-    result.num_tasks += r->num_tickets;
-    for (std::int64_t b = r->table.shared_blocks; b < r->table.num_blocks; ++b)
-      result.routed_rows += r->block_rows[static_cast<std::size_t>(b)];
+  for (const RankState& r : ranks_) {
+    result.rank_ms.push_back(to_ms(r.end));
+    result.ms = std::max(result.ms, to_ms(r.end));
+    result.gemm_stretch = std::max(result.gemm_stretch, r.stretch);
+    result.num_tasks += r.num_tickets;
+    result.routed_rows += routed_rows(r);
   }
   if (!options_.trace) return result;
   trace::Trace& t = result.trace;
   t.num_ranks = static_cast<std::int32_t>(ranks_.size());
   for (Worker& w : workers_) {
-    if (w.rank != ranks_.front().get()) break;
+    if (w.rank != &ranks_.front()) break;
     ++(w.role == Role::comm ? t.comm_workers : t.compute_workers);
   }
   t.title = fmt::format("{} on {}, {} ranks, {} {} (simulated)", name(options_.direction),
