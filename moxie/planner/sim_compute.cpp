@@ -23,6 +23,10 @@ trace::Kind trace_kind(TaskKind kind) {
   return trace::Kind::wait;
 }
 
+bool has_pieces(const Task& task) {
+  return task.kind == TaskKind::fc2 || task.kind == TaskKind::dx;
+}
+
 }  // namespace
 
 // The ring slot that block b will use is free.
@@ -105,6 +109,11 @@ void Simulation::combine_tile(Worker& w, const Task& task) {
   piece_pushed(r, slab, w.push_free);
 }
 
+// The worker pushes the tile's pieces to their homes.
+bool Simulation::leaves(const Worker& w) const {
+  return has_pieces(w.task) && !w.rank->table.is_shared(w.task.block) && !combine_by_comm();
+}
+
 // Runs tickets in order until `end`, which is the same for all workers of a rank.
 Simulation::Units Simulation::compute_tiles(Worker& w, std::int64_t end) {
   w.rank->tickets_end = end;
@@ -136,41 +145,32 @@ void Simulation::begin_tile(Worker& w) {
   if (!need.met()) return wait_for(w, need, Step::tile_waits);
   const TileCost cost = known_cost(r, w.task);
   w.begin = now_;
-  wake(w,
-       std::max(r.memory.serve(now_, cost.bytes, memory_ps_),
-                now_ + static_cast<Time>(cost.cycles * r.cycle_ps)),
-       Step::product);
+  w.product_end = std::max(r.memory.serve(now_, cost.bytes, memory_ps_),
+                           now_ + static_cast<Time>(cost.cycles * r.cycle_ps));
+  // Its pieces leave when those of the tile before have left.
+  wake(w, leaves(w) ? std::max(w.product_end, w.push_free) : w.product_end, Step::tile);
 }
 
 // The product has ended: its pieces leave, its counters grow, the next tile begins.
 bool Simulation::finish_tile(Worker& w) {
   RankState& r = *w.rank;
   const Task& task = w.task;
-  const bool shared = task.kind == TaskKind::wgrad ? r.backward.shared(task.chunk)
-                                                   : r.table.is_shared(task.block),
-             leaves = task.kind == TaskKind::fc2 || task.kind == TaskKind::dx;
-  const auto later_step = [&](Step step) {
-    wake(w, w.push_free, step);
-    return true;
-  };
-  if (w.step == Step::product) {
-    record(w, trace_kind(task.kind), task.kind == TaskKind::wgrad ? task.chunk : task.block.v,
-           task.tile, shared, w.begin, now_);
-    used(w, Use::gemm, w.begin);
-    w.begin = now_;
-    if (leaves && !shared && w.push_free > now_) return later_step(Step::push);
-    w.step = Step::push;
+  const bool wgrad = task.kind == TaskKind::wgrad;
+  const bool shared = wgrad ? r.backward.shared(task.chunk) : r.table.is_shared(task.block);
+  if (w.step == Step::tile) {
+    record(w, trace_kind(task.kind), wgrad ? task.chunk : task.block.v, task.tile, shared, w.begin,
+           w.product_end);
+    used(w, Use::gemm, w.begin, w.product_end);
+    w.begin = w.product_end;
+    if (has_pieces(task)) combine_tile(w, task);
+    if (!gpu() && leaves(w) && w.push_free > now_) {
+      wake(w, w.push_free, Step::pushed);
+      return true;
+    }
   }
-  if (leaves && w.step == Step::push) {
-    combine_tile(w, task);
-    if (!gpu() && !shared && !combine_by_comm() && w.push_free > now_)
-      return later_step(Step::pushed);
-  }
-  if (leaves) {
-    used(w, Use::communicate, w.begin);
-    if (!shared && !combine_by_comm() && (now_ > w.begin || !gpu()))
-      record(w, trace::Kind::combine, task.block.v, task.tile, false, w.begin, now_);
-  }
+  if (has_pieces(task)) used(w, Use::communicate, w.begin);
+  if (leaves(w) && (now_ > w.begin || !gpu()))
+    record(w, trace::Kind::combine, task.block.v, task.tile, false, w.begin, now_);
   switch (task.kind) {
     case TaskKind::fc1:
     case TaskKind::dgrad: add(r.block(task.block.v).lead_done, 1); break;

@@ -21,9 +21,8 @@ struct RankState;
 enum class Step : std::uint8_t {
   program,     // its coroutine
   tile_waits,  // for what w.task needs; then it begins
-  product,     // of w.task, ends
-  push,        // of the tile before has left, that of w.task may begin
-  pushed,      // that of w.task has left, too
+  tile,        // w.task's product has ended, and the push of the tile before has left
+  pushed,      // its own has left, too
   rows_wait,   // for a slot
   rows,        // of w.unit are there
   merge_waits,
@@ -39,7 +38,12 @@ struct alignas(64) Worker {
   pipeline::Task task;  // claimed last
   Time begin = 0;       // of what it does now, or of its wait
   Time push_free = 0;   // its last push has left then
-  std::uint32_t next_waiter = kNobody, wanted = 0;
+  union {
+    struct {
+      std::uint32_t next_waiter, wanted;
+    };
+    Time product_end = 0;  // of w.task
+  };
   std::int32_t unit = 0;  // of rows or tokens, claimed last
   Step step = Step::program;
   bool is_cta = false;       // which of RankState::uses it adds to
@@ -219,6 +223,7 @@ class Simulation {
   void begin_merge(Worker& w);
   bool finish_merge(Worker& w);
   bool take_turn(Worker& w);
+  bool leaves(const Worker& w) const;
   void combine_tile(Worker& w, const pipeline::Task& task);
   pipeline::DispatchUnit rows_of(const Worker& w) const;
   Need needed_by_tile(const Worker& w);
@@ -278,8 +283,9 @@ class Simulation {
   void waited(Worker& w);
   void add(Counter& counter, std::uint32_t amount);
   void later(Time time, Counter& counter, std::uint32_t amount);
-  void used(Worker& w, Use use, Time since) {
-    w.rank->uses[w.is_cta ? 0 : 1].use[static_cast<std::size_t>(use)] += now_ - since;
+  void used(Worker& w, Use use, Time since) { used(w, use, since, now_); }
+  void used(Worker& w, Use use, Time since, Time until) {
+    w.rank->uses[w.is_cta ? 0 : 1].use[static_cast<std::size_t>(use)] += until - since;
   }
   void record(const Worker& w, trace::Kind kind, std::int64_t block, std::int64_t tile, bool shared,
               Time begin, Time end, WaitFor what = WaitFor::inputs_ready);

@@ -137,8 +137,7 @@ void Simulation::ask_for_next() const {
 bool Simulation::take_turn(Worker& w) {
   switch (w.step) {
     case Step::program: return false;
-    case Step::product:
-    case Step::push:
+    case Step::tile:
     case Step::pushed: return finish_tile(w);
     case Step::rows: return finish_rows(w);
     case Step::merged: return finish_merge(w);
