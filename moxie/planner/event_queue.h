@@ -106,6 +106,7 @@ class EventQueue {
  private:
   static constexpr int kSpanShift = 16;            // 2^16 ps: tens of events at 128 ranks
   static constexpr std::int64_t kSpans = 1 << 12;  // 268 us: longer than any tile
+  static constexpr std::size_t kFew = 64;          // sorted where they lie
   struct InSpan {
     std::uint32_t offset = 0;  // ps from the span's begin; equal ones in order of scheduling
     std::uint32_t id = 0;
@@ -128,7 +129,13 @@ class EventQueue {
   }
   void sort_due() {
     const auto earlier = [](const InSpan& a, const InSpan& b) { return a.offset < b.offset; };
-    std::stable_sort(due_.begin(), due_.end(), earlier);
+    if (due_.size() > kFew) return std::stable_sort(due_.begin(), due_.end(), earlier);
+    for (std::size_t i = 1; i < due_.size(); ++i) {
+      const InSpan event = due_[i];
+      std::size_t at = i;
+      for (; at > 0 && earlier(event, due_[at - 1]); --at) due_[at] = due_[at - 1];
+      due_[at] = event;
+    }
   }
   void append(std::int64_t span, Time time, std::uint32_t id) {
     std::vector<InSpan>& list = of(span);

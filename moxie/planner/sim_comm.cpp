@@ -22,7 +22,7 @@ Process Simulation::stage(Worker& w) {
   const double each = bytes / static_cast<double>(workers);
   Time end = std::max(r.memory.serve(now_, each, memory_ps_),
                       now_ + static_cast<Time>(each * 1e3 / machine_[Field::sm_merge_gbps]));
-  if (w.idx == 0 && w.role == Role::comm) {
+  if (leads(w)) {
     const double routes = tokens * static_cast<double>(problem_.top_k);
     end += static_cast<Time>(routes * machine_[Field::schedule_ns_per_route] * 1e3);
   }
@@ -30,32 +30,30 @@ Process Simulation::stage(Worker& w) {
   record(w, trace::Kind::stage, -1, -1, false, begin, now_);
   used(w, Use::start, begin);
   add(r.stage_done, 1);
-  if (w.idx != 0 || w.role != Role::comm) co_return;
+  if (!leads(w)) co_return;
   const Crew all = crew();
   co_await wait(w, r.stage_done, all.comm + (split() ? all.compute : 0), WaitFor::stage_done, 0);
   raise(r, &RankState::inputs_ready, now_);
 }
 
-// Every peer's counts, the tables, and if the capacity is not proven everybody's verdict.
+// The leader's: every peer's counts, the tables, and if the capacity is not proven everybody's
+// verdict.
 Process Simulation::schedule_pass(Worker& w) {
   RankState& r = *w.rank;
-  if (w.idx == 0 && w.role == Role::comm) {
-    const Time begin = now_;
-    co_await wait(w, r.inputs_ready.counter, 1, WaitFor::inputs_ready, 0);
-    const Time tables = now_;
-    co_await sleep(w, now_ + from_us(machine_[Field::schedule_base_us]));
-    used(w, Use::start, tables);
-    if (plan_.capacity_rows / kBlockRows < pipeline::worst_case_blocks(problem_)) {
-      raise(r, &RankState::agreement, now_);
-      co_await wait(w, r.agreement.counter, 1, WaitFor::agreement, 0);
-    }
-    if (r.routed_blocks == 0) {
-      for (std::int64_t s = 0; s < num_slabs(); ++s) announce_slab(r, s, now_);
-    }
-    record(w, trace::Kind::schedule, -1, -1, false, begin, now_);
-    add(r.schedule_ready, 1);
+  const Time begin = now_;
+  co_await wait(w, r.inputs_ready.counter, 1, WaitFor::inputs_ready, 0);
+  const Time tables = now_;
+  co_await sleep(w, now_ + from_us(machine_[Field::schedule_base_us]));
+  used(w, Use::start, tables);
+  if (plan_.capacity_rows / kBlockRows < pipeline::worst_case_blocks(problem_)) {
+    raise(r, &RankState::agreement, now_);
+    co_await wait(w, r.agreement.counter, 1, WaitFor::agreement, 0);
   }
-  co_await wait(w, r.schedule_ready, 1, WaitFor::schedule_ready, 0);
+  if (r.routed_blocks == 0) {
+    for (std::int64_t s = 0; s < num_slabs(); ++s) announce_slab(r, s, now_);
+  }
+  record(w, trace::Kind::schedule, -1, -1, false, begin, now_);
+  add(r.schedule_ready, 1);
 }
 
 pipeline::DispatchUnit Simulation::rows_of(const Worker& w) const {
@@ -104,7 +102,7 @@ void Simulation::begin_rows(Worker& w) {
     bytes += moved;
     end = std::max(end, transfer(RankId{source.rank}, r.me, moved, pull_, true));
   }
-  wake(w, std::max(end, now_ + static_cast<Time>(bytes * 1e3 / w.dispatch_gbps)), Step::rows);
+  wake(w, std::max(end, now_ + static_cast<Time>(bytes * 1e3 / dispatch_gbps(w))), Step::rows);
 }
 
 bool Simulation::finish_rows(Worker& w) {
@@ -149,7 +147,7 @@ Process Simulation::push_rows(Worker& w) {
       bytes *= dest.fresh[static_cast<std::size_t>(r.me.v * dest.table.num_experts) + e];
     }
     Time end = transfer(r.me, to, bytes, push_, true);
-    end = std::max(end, now_ + static_cast<Time>(bytes * 1e3 / w.dispatch_gbps));
+    end = std::max(end, now_ + static_cast<Time>(bytes * 1e3 / dispatch_gbps(w)));
     const Time flag = signal_time(r.me, to);  // a release waits until the rows are acknowledged
     co_await sleep(w, end + (to == r.me ? 0 : flag));
     record(w, trace::Kind::dispatch, unit.block, -1, false, begin, now_);
@@ -158,13 +156,6 @@ Process Simulation::push_rows(Worker& w) {
           dest.minibatches[static_cast<std::size_t>(unit.block / plan_.minibatch_blocks)].ready,
           static_cast<std::uint32_t>(unit.rows));
   }
-}
-
-Process Simulation::dispatch_rows(Worker& w) {
-  if (dispatch_by_push())
-    co_await push_rows(w);
-  else
-    co_await pull_rows(w);
 }
 
 // Combine by communication workers: rows of a slab go home, block by block, as FC2 stores them.
@@ -183,7 +174,7 @@ Process Simulation::combine_slab(Worker& w, std::int64_t slab) {
       const Time begin = now_;
       const double bytes = static_cast<double>(unit.rows.size()) * cols * cost_.elem;
       const Time sent = std::max(push_pieces(r, unit.block, unit.rows, cols),
-                                 now_ + static_cast<Time>(bytes * 1e3 / w.dispatch_gbps));
+                                 now_ + static_cast<Time>(bytes * 1e3 / dispatch_gbps(w)));
       co_await sleep(w, sent);
       record(w, trace::Kind::combine, unit.block.v, slab, false, begin, now_);
       used(w, Use::communicate, begin);
@@ -223,7 +214,7 @@ void Simulation::begin_merge(Worker& w) {
       cost_.elem;
   wake(w,
        std::max(r.memory.serve(now_, bytes, memory_ps_),
-                now_ + static_cast<Time>(bytes * 1e3 / w.merge_gbps)),
+                now_ + static_cast<Time>(bytes * 1e3 / merge_gbps(w))),
        Step::merged);
 }
 
@@ -236,29 +227,14 @@ bool Simulation::finish_merge(Worker& w) {
   return next_merge(w);
 }
 
-// What is left of a worker's pass when its rows or tickets are out.
-Process Simulation::return_rows(Worker& w) {
-  for (std::int64_t s = 0; combine_by_comm() && s < num_slabs(); ++s) {
-    co_await combine_slab(w, s);
-    co_await merge_slabs(w, s);
-  }
-  co_await merge_slabs(w, num_slabs());
-}
-
-// The rank may leave when its output is whole and every peer has pushed everything.
-Process Simulation::finish_pass(Worker& w) {
+// The leader's: the rank may leave when its output is whole and every peer has pushed everything.
+Process Simulation::close_pass(Worker& w) {
   RankState& r = *w.rank;
-  co_await wait(w, r.merge_done, pipeline::num_merge_units(r.num_tokens, num_slabs()),
-                WaitFor::merge_done, 0);
-  co_await wait(w, r.tasks_done, r.num_tickets, WaitFor::tasks_done, 0);
-  if (w.idx == 0 && w.role == Role::comm) {
-    for (std::int64_t s = 0; s < num_slabs(); ++s) {
-      co_await wait(w, r.returns_done[static_cast<std::size_t>(s)].counter, 1,
-                    WaitFor::returns_done, 0);
-    }
-    add(r.closed, 1);
+  for (std::int64_t s = 0; s < num_slabs(); ++s) {
+    co_await wait(w, r.returns_done[static_cast<std::size_t>(s)].counter, 1, WaitFor::returns_done,
+                  0);
   }
-  co_await wait(w, r.closed, 1, WaitFor::pass_closed, 0);
+  add(r.closed, 1);
 }
 
 }  // namespace moxie::planner

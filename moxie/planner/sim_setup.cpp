@@ -185,10 +185,6 @@ void Simulation::add_workers(RankState& r, const Crew& crew) {
     w->spare = crew.spare && w->role == Role::comm;
     w->is_cta = w->role == Role::compute || (gpu() && !w->spare);
     ++r.uses[w->is_cta ? 0 : 1].workers;
-    w->dispatch_gbps = machine_[w->spare            ? Field::spare_warp_gbps
-                                : !split() && gpu() ? Field::sm_beside_gbps
-                                                    : Field::sm_pull_gbps];
-    w->merge_gbps = machine_[w->spare ? Field::spare_merge_gbps : Field::sm_merge_gbps];
   }
 }
 

@@ -56,11 +56,10 @@ struct alignas(64) Worker {
   std::int32_t idx = 0;
   Role role = Role::comm;
   bool spare = false;  // warps of a CTA that a compute worker is counted for
-  double dispatch_gbps = 0, merge_gbps = 0;
   Process program;
   Time done = -1;
 };
-static_assert(offsetof(Worker, goes_on) == 64);
+static_assert(offsetof(Worker, goes_on) == 64 && sizeof(Worker) == 128);
 
 // A count that workers wait for, and those that do: a ring of them, the last one's next is the
 // first.
@@ -194,7 +193,6 @@ class Simulation {
 
   // simulate.cpp, sim_comm.cpp, sim_compute.cpp: one program per worker
   Process program(Worker& w);
-  Process run_fused(Worker& w);
   Process run_split(Worker& w);
   Process end_phase(Worker& w, std::int64_t phase);
   Process memory_kernel(Worker& w, double bytes);
@@ -202,13 +200,11 @@ class Simulation {
   double activation_bytes(const RankState& r) const;
   Process stage(Worker& w);
   Process schedule_pass(Worker& w);
-  Process dispatch_rows(Worker& w);
   Process push_rows(Worker& w);
   PushUnit push_unit(const RankState& r, std::int64_t unit) const;
   std::int64_t num_push_units(const RankState& r) const;
   Process combine_slab(Worker& w, std::int64_t slab);
-  Process return_rows(Worker& w);
-  Process finish_pass(Worker& w);
+  Process close_pass(Worker& w);
 
   // What there is most of follows each other without the program, which costs ten cache lines to
   // resume: next_* claims a unit and begins it or waits for what it needs, or says that none is
@@ -223,6 +219,7 @@ class Simulation {
   void begin_merge(Worker& w);
   bool finish_merge(Worker& w);
   bool take_turn(Worker& w);
+  bool leads(const Worker& w) const { return w.idx == 0 && w.role == Role::comm; }
   bool leaves(const Worker& w) const;
   void combine_tile(Worker& w, const pipeline::Task& task);
   pipeline::DispatchUnit rows_of(const Worker& w) const;
@@ -245,14 +242,11 @@ class Simulation {
   struct Await {
     Simulation& sim;
     Worker& w;
-    Need need;
-    bool await_ready() const noexcept {
-      w.begin = sim.now_;
-      return need.met();
-    }
+    Counter& counter;
+    bool await_ready() const noexcept { return counter.value >= w.wanted; }
     void await_suspend(std::coroutine_handle<> h) const {
       w.goes_on = h;
-      sim.wait_for(w, need, Step::program);
+      sim.wait_for(w, counter, Step::program);
     }
     void await_resume() const { sim.waited(w); }
   };
@@ -266,7 +260,8 @@ class Simulation {
   };
   Sleep sleep(Worker& w, Time until) { return {*this, w, until}; }
   Await wait(Worker& w, Counter& counter, std::int64_t wanted, WaitFor what, std::int64_t idx) {
-    return {*this, w, {counter, wanted, what, idx}};
+    note_wait(w, {counter, wanted, what, idx});
+    return {*this, w, counter};
   }
   Units pull_rows(Worker& w) { return {*this, w, &Simulation::next_rows}; }
   Units compute_tiles(Worker& w, std::int64_t end);
@@ -278,7 +273,12 @@ class Simulation {
   std::uint32_t id_of(const Worker& w) const {
     return static_cast<std::uint32_t>(&w - workers_.data());
   }
-  void wait_for(Worker& w, const Need& need, Step step);
+  void wait_for(Worker& w, const Need& need, Step step) {
+    note_wait(w, need);
+    wait_for(w, *need.counter, step);
+  }
+  void note_wait(Worker& w, const Need& need) const;
+  void wait_for(Worker& w, Counter& counter, Step step);  // what is noted
   void append_waiter(Counter& counter, Worker& w);
   void waited(Worker& w);
   void add(Counter& counter, std::uint32_t amount);
@@ -300,6 +300,14 @@ class Simulation {
   Time signal_time(RankId from, RankId to) const;
   RankState& at(RankId r) { return ranks_[static_cast<std::size_t>(simulated(r))]; }
   std::int64_t simulated(RankId r) const { return options_.symmetric ? 0 : r.v; }
+  double dispatch_gbps(const Worker& w) const {
+    return machine_[w.spare             ? Field::spare_warp_gbps
+                    : !split() && gpu() ? Field::sm_beside_gbps
+                                        : Field::sm_pull_gbps];
+  }
+  double merge_gbps(const Worker& w) const {
+    return machine_[w.spare ? Field::spare_merge_gbps : Field::sm_merge_gbps];
+  }
   bool same_domain(RankId a, RankId b) const { return a.v / domain_ == b.v / domain_; }
 
   bool forward() const { return options_.direction == Direction::forward; }

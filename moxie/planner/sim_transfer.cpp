@@ -7,14 +7,17 @@ namespace moxie::planner {
 
 using pipeline::Range;
 
-void Simulation::wait_for(Worker& w, const Need& need, Step step) {
-  w.step = step;
+void Simulation::note_wait(Worker& w, const Need& need) const {
   w.begin = now_;
   w.wanted = need.wanted;
   w.waits_for = static_cast<std::uint8_t>(need.what);
   if (options_.trace) w.wait_idx = need.idx;
-  need.counter->least_wanted = std::min(need.counter->least_wanted, need.wanted);
-  append_waiter(*need.counter, w);
+}
+
+void Simulation::wait_for(Worker& w, Counter& counter, Step step) {
+  w.step = step;
+  counter.least_wanted = std::min(counter.least_wanted, w.wanted);
+  append_waiter(counter, w);
 }
 
 void Simulation::append_waiter(Counter& counter, Worker& w) {

@@ -75,10 +75,11 @@ double Simulation::activation_bytes(const RankState& r) const {
 
 Process Simulation::run_split(Worker& w) {
   RankState& r = *w.rank;
-  co_await stage(w);
-  co_await schedule_pass(w);
   std::int64_t phase = 0;
-  co_await dispatch_rows(w);
+  if (dispatch_by_push())
+    co_await push_rows(w);
+  else
+    co_await pull_rows(w);
   co_await end_phase(w, phase++);
   const bool separate = options_.mechanisms.separate_kernels;
   const double rows_bytes =
@@ -97,27 +98,38 @@ Process Simulation::run_split(Worker& w) {
     for (std::int64_t s = 0; s < num_slabs(); ++s) co_await combine_slab(w, s);
     co_await end_phase(w, phase++);
   }
-  co_await merge_slabs(w, num_slabs());
-  co_await finish_pass(w);
 }
 
-Process Simulation::run_fused(Worker& w) {
-  RankState& r = *w.rank;
-  if (w.role == Role::comm) co_await stage(w);
-  co_await schedule_pass(w);
-  if (w.role == Role::comm) co_await dispatch_rows(w);
-  // CTAs of their own join the products when they are out of rows.
-  const bool joins = gpu() && !w.spare && !combine_by_comm();
-  if (w.role == Role::compute || joins) co_await compute_tiles(w, r.num_tickets);
-  co_await return_rows(w);
-  co_await finish_pass(w);
-}
-
+// A worker's pass. What only some workers do, or only some plans have, lies in programs of its own:
+// this one is in memory for every worker.
 Process Simulation::program(Worker& w) {
-  if (split())
+  RankState& r = *w.rank;
+  if (w.role == Role::comm || split()) co_await stage(w);
+  if (leads(w)) co_await schedule_pass(w);
+  co_await wait(w, r.schedule_ready, 1, WaitFor::schedule_ready, 0);
+  if (split()) {
     co_await run_split(w);
-  else
-    co_await run_fused(w);
+  } else {
+    if (w.role == Role::comm) {
+      if (dispatch_by_push())
+        co_await push_rows(w);
+      else
+        co_await pull_rows(w);
+    }
+    // CTAs of their own join the products when they are out of rows.
+    const bool joins = gpu() && !w.spare && !combine_by_comm();
+    if (w.role == Role::compute || joins) co_await compute_tiles(w, r.num_tickets);
+    for (std::int64_t s = 0; combine_by_comm() && s < num_slabs(); ++s) {
+      co_await combine_slab(w, s);
+      co_await merge_slabs(w, s);
+    }
+  }
+  co_await merge_slabs(w, num_slabs());
+  co_await wait(w, r.merge_done, pipeline::num_merge_units(r.num_tokens, num_slabs()),
+                WaitFor::merge_done, 0);
+  co_await wait(w, r.tasks_done, r.num_tickets, WaitFor::tasks_done, 0);
+  if (leads(w)) co_await close_pass(w);
+  co_await wait(w, r.closed, 1, WaitFor::pass_closed, 0);
   w.done = now_;
 }
 
