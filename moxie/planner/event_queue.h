@@ -97,15 +97,20 @@ class EventQueue {
   const std::uint32_t* soon(std::size_t places) const {
     return next_ + places < due_.size() ? &due_[next_ + places].id : nullptr;
   }
-  // The events of the next span in no order, as many at a time as the present one has come on.
-  const std::uint32_t* later() const {
-    const std::vector<InSpan>& list = of(now_span_ + 1);
-    return next_ < list.size() ? &list[next_].id : nullptr;
+  // One after another the events of the next spans, in no order; null: all have been told.
+  const std::uint32_t* later() {
+    if (later_span_ <= now_span_) begin_later(now_span_ + 1);
+    while (later_ == of(later_span_).size()) {
+      if (later_span_ == now_span_ + kLater) return nullptr;
+      begin_later(later_span_ + 1);
+    }
+    return &of(later_span_)[later_++].id;
   }
 
  private:
   static constexpr int kSpanShift = 16;            // 2^16 ps: tens of events at 128 ranks
   static constexpr std::int64_t kSpans = 1 << 12;  // 268 us: longer than any tile
+  static constexpr std::int64_t kLater = 3;        // spans
   static constexpr std::size_t kFew = 64;          // sorted where they lie
   struct InSpan {
     std::uint32_t offset = 0;  // ps from the span's begin; equal ones in order of scheduling
@@ -126,6 +131,12 @@ class EventQueue {
     due_.swap(list);
     spare_.push_back(std::move(list));
     sort_due();
+  }
+  void begin_later(std::int64_t span) {
+    later_span_ = span;
+    later_ = 0;
+    const InSpan* next = of(span + 1).data();
+    for (int line = 0; line < 4; ++line) __builtin_prefetch(next + 8 * line);
   }
   void sort_due() {
     const auto earlier = [](const InSpan& a, const InSpan& b) { return a.offset < b.offset; };
@@ -159,7 +170,8 @@ class EventQueue {
   std::vector<std::vector<InSpan>> spans_ =
       std::vector<std::vector<InSpan>>(static_cast<std::size_t>(kSpans));
   std::vector<std::vector<InSpan>> spare_;  // memory of lists, the last one used still in cache
-  std::int64_t now_span_ = 0;
+  std::int64_t now_span_ = 0, later_span_ = 0;
+  std::size_t later_ = 0;  // of that span: told
   std::size_t size_ = 0, in_spans_ = 0;
   std::uint32_t order_ = 0;
 };

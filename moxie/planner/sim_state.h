@@ -29,21 +29,14 @@ enum class Step : std::uint8_t {
   merged,  // the tokens of w.unit
 };
 
-inline constexpr std::uint32_t kNobody = UINT32_MAX;
-
 // Tens of thousands of workers take their turns, and no two next to each other: a turn must not
 // cost the cache more than one line of a worker.
 struct alignas(64) Worker {
   RankState* rank = nullptr;
-  pipeline::Task task;  // claimed last
-  Time begin = 0;       // of what it does now, or of its wait
-  Time push_free = 0;   // its last push has left then
-  union {
-    struct {
-      std::uint32_t next_waiter, wanted;
-    };
-    Time product_end = 0;  // of w.task
-  };
+  pipeline::Task task;    // claimed last
+  Time begin = 0;         // of what it does now, or of its wait
+  Time push_free = 0;     // its last push has left then
+  Time product_end = 0;   // of w.task
   std::int32_t unit = 0;  // of rows or tokens, claimed last
   Step step = Step::program;
   bool is_cta = false;       // which of RankState::uses it adds to
@@ -61,12 +54,18 @@ struct alignas(64) Worker {
 };
 static_assert(offsetof(Worker, goes_on) == 64 && sizeof(Worker) == 128);
 
-// A count that workers wait for, and those that do: a ring of them, the last one's next is the
-// first.
+inline constexpr std::uint32_t kNobody = UINT32_MAX;
+
+// A count that workers wait for, and those that do: a ring of Simulation::waiters_, the last one's
+// next is the first.
 struct Counter {
   std::uint32_t value = 0;
   std::uint32_t least_wanted = UINT32_MAX;  // of those who wait
   std::uint32_t last = kNobody;
+};
+// Apart from its worker: whoever raises a counter does not have to fetch the workers one by one.
+struct Waiter {
+  std::uint32_t worker = 0, wanted = 0, next = kNobody;
 };
 // What somebody waits for; no counter: nothing.
 struct Need {
@@ -189,7 +188,7 @@ class Simulation {
                                                         : problem_.intermediate);
   }
 
-  void ask_for_next() const;
+  void ask_for_next();
 
   // simulate.cpp, sim_comm.cpp, sim_compute.cpp: one program per worker
   Process program(Worker& w);
@@ -243,10 +242,11 @@ class Simulation {
     Simulation& sim;
     Worker& w;
     Counter& counter;
-    bool await_ready() const noexcept { return counter.value >= w.wanted; }
+    std::uint32_t wanted;
+    bool await_ready() const noexcept { return counter.value >= wanted; }
     void await_suspend(std::coroutine_handle<> h) const {
       w.goes_on = h;
-      sim.wait_for(w, counter, Step::program);
+      sim.wait_for(w, counter, wanted, Step::program);
     }
     void await_resume() const { sim.waited(w); }
   };
@@ -260,8 +260,8 @@ class Simulation {
   };
   Sleep sleep(Worker& w, Time until) { return {*this, w, until}; }
   Await wait(Worker& w, Counter& counter, std::int64_t wanted, WaitFor what, std::int64_t idx) {
-    note_wait(w, {counter, wanted, what, idx});
-    return {*this, w, counter};
+    note_wait(w, what, idx);
+    return {*this, w, counter, static_cast<std::uint32_t>(wanted)};
   }
   Units pull_rows(Worker& w) { return {*this, w, &Simulation::next_rows}; }
   Units compute_tiles(Worker& w, std::int64_t end);
@@ -274,12 +274,12 @@ class Simulation {
     return static_cast<std::uint32_t>(&w - workers_.data());
   }
   void wait_for(Worker& w, const Need& need, Step step) {
-    note_wait(w, need);
-    wait_for(w, *need.counter, step);
+    note_wait(w, need.what, need.idx);
+    wait_for(w, *need.counter, need.wanted, step);
   }
-  void note_wait(Worker& w, const Need& need) const;
-  void wait_for(Worker& w, Counter& counter, Step step);  // what is noted
-  void append_waiter(Counter& counter, Worker& w);
+  void note_wait(Worker& w, WaitFor what, std::int64_t idx) const;
+  void wait_for(Worker& w, Counter& counter, std::uint32_t wanted, Step step);
+  void append_waiter(Counter& counter, std::uint32_t waiter);
   void waited(Worker& w);
   void add(Counter& counter, std::uint32_t amount);
   void later(Time time, Counter& counter, std::uint32_t amount);
@@ -343,6 +343,8 @@ class Simulation {
     Counter* counter = nullptr;
     std::uint32_t amount = 0;
   };
+  std::vector<Waiter> waiters_;
+  std::uint32_t free_waiter_ = kNobody;  // the first of a chain
   std::vector<Delivery> deliveries_;
   std::vector<std::uint32_t> free_deliveries_;
   Time now_ = 0;

@@ -7,29 +7,35 @@ namespace moxie::planner {
 
 using pipeline::Range;
 
-void Simulation::note_wait(Worker& w, const Need& need) const {
+void Simulation::note_wait(Worker& w, WaitFor what, std::int64_t idx) const {
   w.begin = now_;
-  w.wanted = need.wanted;
-  w.waits_for = static_cast<std::uint8_t>(need.what);
-  if (options_.trace) w.wait_idx = need.idx;
+  w.waits_for = static_cast<std::uint8_t>(what);
+  if (options_.trace) w.wait_idx = idx;
 }
 
-void Simulation::wait_for(Worker& w, Counter& counter, Step step) {
+void Simulation::wait_for(Worker& w, Counter& counter, std::uint32_t wanted, Step step) {
   w.step = step;
-  counter.least_wanted = std::min(counter.least_wanted, w.wanted);
-  append_waiter(counter, w);
+  std::uint32_t at = free_waiter_;
+  if (at == kNobody) {
+    at = static_cast<std::uint32_t>(waiters_.size());
+    waiters_.emplace_back();
+  } else {
+    free_waiter_ = waiters_[at].next;
+  }
+  waiters_[at] = {id_of(w), wanted, kNobody};
+  append_waiter(counter, at);
 }
 
-void Simulation::append_waiter(Counter& counter, Worker& w) {
-  const std::uint32_t id = id_of(w);
+void Simulation::append_waiter(Counter& counter, std::uint32_t at) {
+  Waiter& waiter = waiters_[at];
+  counter.least_wanted = std::min(counter.least_wanted, waiter.wanted);
   if (counter.last == kNobody) {
-    w.next_waiter = id;
+    waiter.next = at;
   } else {
-    Worker& last = workers_[counter.last];
-    w.next_waiter = last.next_waiter;
-    last.next_waiter = id;
+    waiter.next = waiters_[counter.last].next;
+    waiters_[counter.last].next = at;
   }
-  counter.last = id;
+  counter.last = at;
 }
 
 // The wait that began at w.begin is over.
@@ -66,18 +72,20 @@ void Simulation::add(Counter& counter, std::uint32_t amount) {
   const std::uint32_t last = counter.last;
   counter.last = kNobody;
   counter.least_wanted = UINT32_MAX;
-  std::uint32_t id = last, next = workers_[last].next_waiter;
+  std::uint32_t at = last, next = waiters_[last].next;
   do {
-    id = next;
-    Worker& w = workers_[id];
-    next = w.next_waiter;
-    if (counter.value >= w.wanted) {
-      queue_.push(now_, id);
-    } else {
-      append_waiter(counter, w);
-      counter.least_wanted = std::min(counter.least_wanted, w.wanted);
+    at = next;
+    Waiter& waiter = waiters_[at];
+    next = waiter.next;
+    if (counter.value < waiter.wanted) {
+      append_waiter(counter, at);
+      continue;
     }
-  } while (id != last);
+    __builtin_prefetch(&workers_[waiter.worker]);
+    queue_.push(now_, waiter.worker);
+    waiter.next = free_waiter_;
+    free_waiter_ = at;
+  } while (at != last);
 }
 
 // The counter grows at a later time. Deliveries share the queue with the workers, after their ids.

@@ -134,11 +134,13 @@ Process Simulation::program(Worker& w) {
 }
 
 // Tens of thousands of workers do not fit the cache: asks for those whose turns come soon.
-void Simulation::ask_for_next() const {
+void Simulation::ask_for_next() {
   const auto worker_of = [&](const std::uint32_t* id) -> const Worker* {
     return id != nullptr && *id < workers_.size() ? &workers_[*id] : nullptr;
   };
-  if (const Worker* w = worker_of(queue_.later())) __builtin_prefetch(w);
+  for (int i = 0; i < 2; ++i) {
+    if (const Worker* w = worker_of(queue_.later())) __builtin_prefetch(w);
+  }
   if (const Worker* w = worker_of(queue_.soon(2)); w != nullptr && w->step == Step::program) {
     const char* program = static_cast<const char*>(w->goes_on.address());
     for (int line = 0; line < 6; ++line) __builtin_prefetch(program + 64 * line);
