@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "moxie/planner/event_queue.h"
-#include "moxie/planner/frame_pool.h"
+#include "moxie/planner/pool.h"
 #include "tests/support/env.h"
 
 namespace moxie::planner {
@@ -22,7 +22,8 @@ TEST(PlannerQueue, GivesTheOrderOfAPlainHeap) {
   using Entry = std::tuple<Time, std::uint32_t, std::uint32_t>;  // time, order, id
   std::mt19937_64 random(test::test_seed());
   for (const Time reach : {Time{1}, Time{50'000}, Time{10'000'000}, Time{3'000'000'000}}) {
-    EventQueue queue;
+    Pool pool;
+    EventQueue queue(pool);
     std::priority_queue<Entry, std::vector<Entry>, std::greater<>> reference;
     std::uint32_t order = 0;
     Time now = 0;
@@ -52,7 +53,7 @@ TEST(PlannerQueue, GivesTheOrderOfAPlainHeap) {
 }
 
 TEST(PlannerQueue, FramesAreReusedAlignedAndTheirOwn) {
-  FramePool pool;
+  Pool pool;
   std::vector<std::pair<unsigned char*, std::size_t>> frames;
   for (const std::size_t size : {1, 40, 48, 49, 500, 1900, 2100, 100'000}) {
     for (int i = 0; i < 3000 && (size < 2000 || i < 3); ++i) {
@@ -66,12 +67,12 @@ TEST(PlannerQueue, FramesAreReusedAlignedAndTheirOwn) {
     ASSERT_EQ(frames[i].first[0], i % 251);
     ASSERT_EQ(frames[i].first[frames[i].second - 1], i % 251);
   }
-  for (const auto& [frame, size] : frames) FramePool::release(frame);
+  for (const auto& [frame, size] : frames) Pool::release(frame);
   // The last one released of a size is the next one given.
   void* again = pool.allocate(500);
-  FramePool::release(again);
+  Pool::release(again);
   EXPECT_EQ(pool.allocate(550), again);  // the same multiple of 64
-  FramePool::release(again);
+  Pool::release(again);
 }
 
 }  // namespace

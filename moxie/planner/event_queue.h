@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "moxie/planner/pool.h"
+
 namespace moxie::planner {
 
 using Time = std::int64_t;  // ps since the launch
@@ -69,6 +71,8 @@ class EventHeap {
 
 class EventQueue {
  public:
+  explicit EventQueue(Pool& pool)
+      : due_(pool), spans_(static_cast<std::size_t>(kSpans), List(pool), pool), spare_(pool) {}
   bool empty() const { return size_ == 0; }
   void push(Time time, std::uint32_t id) {
     const std::int64_t span = time >> kSpanShift;
@@ -117,6 +121,8 @@ class EventQueue {
     std::uint32_t id = 0;
   };
 
+  using List = PoolVector<InSpan>;
+
   void advance() {
     now_span_ = in_spans_ > 0 ? now_span_ + 1 : beyond_.top().time >> kSpanShift;
     while (!beyond_.empty() && beyond_.top().time >> kSpanShift < now_span_ + kSpans) {
@@ -125,7 +131,7 @@ class EventQueue {
     }
     next_ = 0;
     due_.clear();
-    std::vector<InSpan>& list = of(now_span_);
+    List& list = of(now_span_);
     if (list.empty()) return;
     in_spans_ -= list.size();
     due_.swap(list);
@@ -149,7 +155,7 @@ class EventQueue {
     }
   }
   void append(std::int64_t span, Time time, std::uint32_t id) {
-    std::vector<InSpan>& list = of(span);
+    List& list = of(span);
     if (list.capacity() == 0 && !spare_.empty()) {
       list.swap(spare_.back());
       spare_.pop_back();
@@ -157,19 +163,16 @@ class EventQueue {
     list.push_back({static_cast<std::uint32_t>(time & ((Time{1} << kSpanShift) - 1)), id});
     ++in_spans_;
   }
-  std::vector<InSpan>& of(std::int64_t span) {
-    return spans_[static_cast<std::size_t>(span & (kSpans - 1))];
-  }
-  const std::vector<InSpan>& of(std::int64_t span) const {
+  List& of(std::int64_t span) { return spans_[static_cast<std::size_t>(span & (kSpans - 1))]; }
+  const List& of(std::int64_t span) const {
     return spans_[static_cast<std::size_t>(span & (kSpans - 1))];
   }
 
   EventHeap present_, beyond_;
-  std::vector<InSpan> due_;  // of the present span, sorted
-  std::size_t next_ = 0;     // of them
-  std::vector<std::vector<InSpan>> spans_ =
-      std::vector<std::vector<InSpan>>(static_cast<std::size_t>(kSpans));
-  std::vector<std::vector<InSpan>> spare_;  // memory of lists, the last one used still in cache
+  List due_;              // of the present span, sorted
+  std::size_t next_ = 0;  // of them
+  PoolVector<List> spans_;
+  PoolVector<List> spare_;  // memory of lists, the last one used still in cache
   std::int64_t now_span_ = 0, later_span_ = 0;
   std::size_t later_ = 0;  // of that span: told
   std::size_t size_ = 0, in_spans_ = 0;

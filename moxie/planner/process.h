@@ -5,7 +5,7 @@
 #include <exception>
 #include <utility>
 
-#include "moxie/planner/frame_pool.h"
+#include "moxie/planner/pool.h"
 
 namespace moxie::planner {
 
@@ -18,7 +18,7 @@ class Process {
     static void* operator new(std::size_t num_bytes, Owner& owner, Arguments&...) {
       return owner.frames().allocate(num_bytes);
     }
-    static void operator delete(void* frame) { FramePool::release(frame); }
+    static void operator delete(void* frame) { Pool::release(frame); }
     Process get_return_object() {
       return Process(std::coroutine_handle<promise_type>::from_promise(*this));
     }

@@ -41,7 +41,7 @@ Simulation::Simulation(const Problem& problem, const Plan& plan, const RoutingCo
 }
 
 void Simulation::build_rank(std::int64_t index) {
-  RankState& r = ranks_.emplace_back();
+  RankState& r = ranks_.emplace_back(pool_);
   r.me = RankId{index};
   r.num_tokens = routing_.tokens[static_cast<std::size_t>(index)];
   const auto R = static_cast<std::size_t>(problem_.num_ranks);

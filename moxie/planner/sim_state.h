@@ -109,6 +109,9 @@ struct ChunkState {
 };
 
 struct alignas(64) RankState {
+  explicit RankState(Pool& pool)
+      : blocks(pool), minibatches(pool), chunks(pool), source_of(pool), sources(pool) {}
+
   // What every event asks for, side by side: with tens of ranks each event is another rank's, and
   // finds in the cache what the rank has few lines of. The first line is the one that peers touch.
   Server memory;
@@ -118,11 +121,11 @@ struct alignas(64) RankState {
   std::int64_t ready_chunk = -1;             // wgrad tiles of this chunk have nothing to wait for
   std::int64_t dispatch_unit = 0, combine_unit = 0, merge_unit = 0;
   Counter tasks_done, shared_done, merge_done;
-  std::vector<BlockState> blocks;
-  std::vector<MinibatchState> minibatches;
-  std::vector<ChunkState> chunks;
-  std::vector<std::int32_t> source_of;  // [routed_blocks + 1] into sources
-  std::vector<BlockSource> sources;
+  PoolVector<BlockState> blocks;
+  PoolVector<MinibatchState> minibatches;
+  PoolVector<ChunkState> chunks;
+  PoolVector<std::int32_t> source_of;  // [routed_blocks + 1] into sources
+  PoolVector<BlockSource> sources;
   pipeline::BlockTable table;
   BlockState& block(std::int64_t b) { return blocks[static_cast<std::size_t>(b)]; }
   const BlockState& block(std::int64_t b) const { return blocks[static_cast<std::size_t>(b)]; }
@@ -162,7 +165,7 @@ class Simulation {
   Simulation(const Problem& problem, const Plan& plan, const RoutingCounts& routing,
              const Machine& machine, const SimOptions& options);
   SimResult run();
-  FramePool& frames() const { return frames_; }
+  Pool& frames() const { return pool_; }
 
  private:
   // sim_setup.cpp, sim_prices.cpp
@@ -335,15 +338,15 @@ class Simulation {
   const double row_bytes_;
   const double memory_ps_, link_ps_, network_ps_;  // per byte
   const std::int64_t domain_;
-  mutable FramePool frames_;      // outlives the programs
-  std::vector<RankState> ranks_;  // neither moves: programs hold references
-  std::vector<Worker> workers_;
-  EventQueue queue_;
+  mutable Pool pool_;                   // outlives what lies in it
+  PoolVector<RankState> ranks_{pool_};  // neither moves: programs hold references
+  PoolVector<Worker> workers_{pool_};
+  EventQueue queue_{pool_};
   struct Delivery {
     Counter* counter = nullptr;
     std::uint32_t amount = 0;
   };
-  std::vector<Waiter> waiters_;
+  PoolVector<Waiter> waiters_{pool_};
   std::uint32_t free_waiter_ = kNobody;  // the first of a chain
   std::vector<Delivery> deliveries_;
   std::vector<std::uint32_t> free_deliveries_;
