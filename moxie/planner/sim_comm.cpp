@@ -186,13 +186,13 @@ Process Simulation::combine_slab(Worker& w, std::int64_t slab) {
 // Merges the token ranges of slabs [0, end) that nobody has claimed, each as soon as every peer has
 // pushed its slab.
 Simulation::Units Simulation::merge_slabs(Worker& w, std::int64_t end) {
-  w.merge_end = pipeline::num_merge_units(w.rank->num_tokens, end);
+  rest(w).merge_end = pipeline::num_merge_units(w.rank->num_tokens, end);
   return {*this, w, &Simulation::next_merge};
 }
 
 bool Simulation::next_merge(Worker& w) {
   RankState& r = *w.rank;
-  if (r.merge_unit >= w.merge_end) return false;
+  if (r.merge_unit >= rest(w).merge_end) return false;
   w.unit = static_cast<std::int32_t>(r.merge_unit++);
   begin_merge(w);
   return true;

@@ -52,8 +52,8 @@ std::int64_t Simulation::wave_band(const RankState& r, const Task& task) const {
 Need Simulation::needed_by_tile(const Worker& w) {
   RankState& r = *w.rank;
   const Task& task = w.task;
-  if (options_.mechanisms.wave_barrier && r.tasks_done.value < w.wave_begin)
-    return {r.tasks_done, w.wave_begin, WaitFor::phase, wave_band(r, task)};
+  if (options_.mechanisms.wave_barrier && r.tasks_done.value < rest(w).wave_begin)
+    return {r.tasks_done, rest(w).wave_begin, WaitFor::phase, wave_band(r, task)};
   switch (task.kind) {
     case TaskKind::fc1:
     case TaskKind::dgrad: {
@@ -124,7 +124,13 @@ bool Simulation::next_tile(Worker& w) {
   RankState& r = *w.rank;
   if (r.ticket >= r.tickets_end) return false;
   const std::int64_t ticket = r.ticket++;
-  w.task = forward() ? r.forward.task(ticket) : r.backward.task(ticket);
+  if (forward()) {
+    w.task = r.forward.task(ticket);
+  } else {
+    const std::int64_t* begin = r.backward.chunks.step_ticket;
+    while (begin[r.step + 1] <= ticket) ++r.step;  // tickets come in order
+    w.task = r.backward.task(r.step, ticket - begin[r.step]);
+  }
   if (options_.mechanisms.wave_barrier) {
     const auto kind = static_cast<std::int64_t>(w.task.kind);
     const std::int64_t band = wave_band(r, w.task);
@@ -133,7 +139,7 @@ bool Simulation::next_tile(Worker& w) {
       r.wave_band = band;
       r.wave_begin = static_cast<std::uint32_t>(ticket);
     }
-    w.wave_begin = r.wave_begin;
+    rest(w).wave_begin = r.wave_begin;
   }
   begin_tile(w);
   return true;

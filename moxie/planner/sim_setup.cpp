@@ -33,6 +33,7 @@ Simulation::Simulation(const Problem& problem, const Plan& plan, const RoutingCo
   for (std::int64_t r = 0; r < count; ++r) build_rank(r);
   const Crew each = crew();
   workers_.reserve(static_cast<std::size_t>(count * (each.comm + each.compute)));
+  programs_.reserve(workers_.capacity());
   for (RankState& r : ranks_) {
     if (dispatch_by_push()) options.symmetric ? mirror_pushes(r) : build_push(r);
     judge_power(r);
@@ -178,13 +179,13 @@ Simulation::Crew Simulation::crew() const {
 
 void Simulation::add_workers(RankState& r, const Crew& crew) {
   for (std::int64_t i = 0; i < crew.comm + crew.compute; ++i) {
-    Worker* w = &workers_.emplace_back();
-    w->rank = &r;
-    w->role = i < crew.comm ? Role::comm : Role::compute;
-    w->idx = static_cast<std::int32_t>(i < crew.comm ? i : i - crew.comm);
-    w->spare = crew.spare && w->role == Role::comm;
-    w->is_cta = w->role == Role::compute || (gpu() && !w->spare);
-    ++r.uses[w->is_cta ? 0 : 1].workers;
+    Worker& w = workers_.emplace_back();
+    WorkerProgram& rest = programs_.emplace_back();
+    rest.role = i < crew.comm ? Role::comm : Role::compute;
+    rest.idx = static_cast<std::int32_t>(i < crew.comm ? i : i - crew.comm);
+    w.rank = &r;
+    w.is_cta = rest.role == Role::compute || (gpu() && !crew.spare);
+    ++r.uses[w.is_cta ? 0 : 1].workers;
   }
 }
 

@@ -29,30 +29,32 @@ enum class Step : std::uint8_t {
   merged,  // the tokens of w.unit
 };
 
-// Tens of thousands of workers take their turns, and no two next to each other: a turn must not
-// cost the cache more than one line of a worker.
+// What a turn of a worker reads and writes, in one line of the cache: tens of thousands of workers
+// take their turns, and no two next to each other.
 struct alignas(64) Worker {
   RankState* rank = nullptr;
   pipeline::Task task;    // claimed last
   Time begin = 0;         // of what it does now, or of its wait
   Time push_free = 0;     // its last push has left then
-  Time product_end = 0;   // of w.task
+  Time product_end = 0;   // of the tile that it began last
   std::int32_t unit = 0;  // of rows or tokens, claimed last
   Step step = Step::program;
   bool is_cta = false;       // which of RankState::uses it adds to
   std::uint8_t waits_for{};  // a WaitFor
+};
+static_assert(sizeof(Worker) == 64);
 
-  std::coroutine_handle<> goes_on;  // where its program resumes; from here on: not every turn's
+// The rest of it.
+struct WorkerProgram {
+  Process program;
+  std::coroutine_handle<> goes_on;  // where it resumes
   std::int64_t merge_end = 0;       // units that it may claim
   std::int64_t wait_idx = 0;        // for the trace
   std::uint32_t wave_begin = 0;     // tiles that must have ended before its own
   std::int32_t idx = 0;
   Role role = Role::comm;
-  bool spare = false;  // warps of a CTA that a compute worker is counted for
-  Process program;
   Time done = -1;
 };
-static_assert(offsetof(Worker, goes_on) == 64 && sizeof(Worker) == 128);
 
 inline constexpr std::uint32_t kNobody = UINT32_MAX;
 
@@ -118,6 +120,7 @@ struct alignas(64) RankState {
   Port link, network;
   double cycle_ps = 0;
   std::int64_t ticket = 0, tickets_end = 0;  // next one, and the end of this phase's
+  std::int64_t step = 0;                     // of that ticket, backward
   std::int64_t ready_chunk = -1;             // wgrad tiles of this chunk have nothing to wait for
   std::int64_t dispatch_unit = 0, combine_unit = 0, merge_unit = 0;
   Counter tasks_done, shared_done, merge_done;
@@ -221,7 +224,10 @@ class Simulation {
   void begin_merge(Worker& w);
   bool finish_merge(Worker& w);
   bool take_turn(Worker& w);
-  bool leads(const Worker& w) const { return w.idx == 0 && w.role == Role::comm; }
+  bool leads(const Worker& w) const { return rest(w).idx == 0 && rest(w).role == Role::comm; }
+  bool spare(const Worker& w) const { return gpu() && !w.is_cta; }  // warps of another's CTA
+  WorkerProgram& rest(const Worker& w) { return programs_[id_of(w)]; }
+  const WorkerProgram& rest(const Worker& w) const { return programs_[id_of(w)]; }
   bool leaves(const Worker& w) const;
   void combine_tile(Worker& w, const pipeline::Task& task);
   pipeline::DispatchUnit rows_of(const Worker& w) const;
@@ -236,7 +242,7 @@ class Simulation {
     Time until;
     bool await_ready() const noexcept { return until <= sim.now_; }
     void await_suspend(std::coroutine_handle<> h) const {
-      w.goes_on = h;
+      sim.rest(w).goes_on = h;
       sim.wake(w, until, Step::program);
     }
     void await_resume() const noexcept {}
@@ -248,7 +254,7 @@ class Simulation {
     std::uint32_t wanted;
     bool await_ready() const noexcept { return counter.value >= wanted; }
     void await_suspend(std::coroutine_handle<> h) const {
-      w.goes_on = h;
+      sim.rest(w).goes_on = h;
       sim.wait_for(w, counter, wanted, Step::program);
     }
     void await_resume() const { sim.waited(w); }
@@ -258,7 +264,7 @@ class Simulation {
     Worker& w;
     bool (Simulation::*next)(Worker&);
     bool await_ready() const { return !(sim.*next)(w); }
-    void await_suspend(std::coroutine_handle<> h) const { w.goes_on = h; }
+    void await_suspend(std::coroutine_handle<> h) const { sim.rest(w).goes_on = h; }
     void await_resume() const noexcept {}
   };
   Sleep sleep(Worker& w, Time until) { return {*this, w, until}; }
@@ -280,7 +286,7 @@ class Simulation {
     note_wait(w, need.what, need.idx);
     wait_for(w, *need.counter, need.wanted, step);
   }
-  void note_wait(Worker& w, WaitFor what, std::int64_t idx) const;
+  void note_wait(Worker& w, WaitFor what, std::int64_t idx);
   void wait_for(Worker& w, Counter& counter, std::uint32_t wanted, Step step);
   void append_waiter(Counter& counter, std::uint32_t waiter);
   void waited(Worker& w);
@@ -304,12 +310,12 @@ class Simulation {
   RankState& at(RankId r) { return ranks_[static_cast<std::size_t>(simulated(r))]; }
   std::int64_t simulated(RankId r) const { return options_.symmetric ? 0 : r.v; }
   double dispatch_gbps(const Worker& w) const {
-    return machine_[w.spare             ? Field::spare_warp_gbps
+    return machine_[spare(w)            ? Field::spare_warp_gbps
                     : !split() && gpu() ? Field::sm_beside_gbps
                                         : Field::sm_pull_gbps];
   }
   double merge_gbps(const Worker& w) const {
-    return machine_[w.spare ? Field::spare_merge_gbps : Field::sm_merge_gbps];
+    return machine_[spare(w) ? Field::spare_merge_gbps : Field::sm_merge_gbps];
   }
   bool same_domain(RankId a, RankId b) const { return a.v / domain_ == b.v / domain_; }
 
@@ -341,6 +347,7 @@ class Simulation {
   mutable Pool pool_;                   // outlives what lies in it
   PoolVector<RankState> ranks_{pool_};  // neither moves: programs hold references
   PoolVector<Worker> workers_{pool_};
+  std::vector<WorkerProgram> programs_;  // of workers_
   EventQueue queue_{pool_};
   struct Delivery {
     Counter* counter = nullptr;

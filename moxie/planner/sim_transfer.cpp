@@ -7,10 +7,10 @@ namespace moxie::planner {
 
 using pipeline::Range;
 
-void Simulation::note_wait(Worker& w, WaitFor what, std::int64_t idx) const {
+void Simulation::note_wait(Worker& w, WaitFor what, std::int64_t idx) {
   w.begin = now_;
   w.waits_for = static_cast<std::uint8_t>(what);
-  if (options_.trace) w.wait_idx = idx;
+  if (options_.trace) rest(w).wait_idx = idx;
 }
 
 void Simulation::wait_for(Worker& w, Counter& counter, std::uint32_t wanted, Step step) {
@@ -62,8 +62,8 @@ void Simulation::waited(Worker& w) {
   }
   used(w, use, w.begin);
   constexpr Time kShownWait = 200'000;  // 0.2 us; shorter waits are noise in a picture
-  if (now_ - w.begin > kShownWait)
-    record(w, trace::Kind::wait, w.wait_idx, -1, false, w.begin, now_, what);
+  if (options_.trace && now_ - w.begin > kShownWait)
+    record(w, trace::Kind::wait, rest(w).wait_idx, -1, false, w.begin, now_, what);
 }
 
 void Simulation::add(Counter& counter, std::uint32_t amount) {
@@ -184,8 +184,9 @@ Range Simulation::slab_columns(std::int64_t slab) const {
 void Simulation::record(const Worker& w, trace::Kind kind, std::int64_t block, std::int64_t tile,
                         bool shared, Time begin, Time end, WaitFor what) {
   if (!options_.trace) return;
-  events_.push_back({w.rank->me.v, w.role, w.idx, kind, what, static_cast<std::int32_t>(block),
-                     static_cast<std::int32_t>(tile), shared, begin / 1000, end / 1000});
+  events_.push_back({w.rank->me.v, rest(w).role, rest(w).idx, kind, what,
+                     static_cast<std::int32_t>(block), static_cast<std::int32_t>(tile), shared,
+                     begin / 1000, end / 1000});
 }
 
 }  // namespace moxie::planner

@@ -104,21 +104,21 @@ Process Simulation::run_split(Worker& w) {
 // this one is in memory for every worker.
 Process Simulation::program(Worker& w) {
   RankState& r = *w.rank;
-  if (w.role == Role::comm || split()) co_await stage(w);
+  if (rest(w).role == Role::comm || split()) co_await stage(w);
   if (leads(w)) co_await schedule_pass(w);
   co_await wait(w, r.schedule_ready, 1, WaitFor::schedule_ready, 0);
   if (split()) {
     co_await run_split(w);
   } else {
-    if (w.role == Role::comm) {
+    if (rest(w).role == Role::comm) {
       if (dispatch_by_push())
         co_await push_rows(w);
       else
         co_await pull_rows(w);
     }
     // CTAs of their own join the products when they are out of rows.
-    const bool joins = gpu() && !w.spare && !combine_by_comm();
-    if (w.role == Role::compute || joins) co_await compute_tiles(w, r.num_tickets);
+    const bool joins = gpu() && !spare(w) && !combine_by_comm();
+    if (rest(w).role == Role::compute || joins) co_await compute_tiles(w, r.num_tickets);
     for (std::int64_t s = 0; combine_by_comm() && s < num_slabs(); ++s) {
       co_await combine_slab(w, s);
       co_await merge_slabs(w, s);
@@ -130,7 +130,7 @@ Process Simulation::program(Worker& w) {
   co_await wait(w, r.tasks_done, r.num_tickets, WaitFor::tasks_done, 0);
   if (leads(w)) co_await close_pass(w);
   co_await wait(w, r.closed, 1, WaitFor::pass_closed, 0);
-  w.done = now_;
+  rest(w).done = now_;
 }
 
 // Tens of thousands of workers do not fit the cache: asks for those whose turns come soon.
@@ -142,7 +142,7 @@ void Simulation::ask_for_next() {
     if (const Worker* w = worker_of(queue_.later())) __builtin_prefetch(w);
   }
   if (const Worker* w = worker_of(queue_.soon(2)); w != nullptr && w->step == Step::program) {
-    const char* program = static_cast<const char*>(w->goes_on.address());
+    const char* program = static_cast<const char*>(rest(*w).goes_on.address());
     for (int line = 0; line < 6; ++line) __builtin_prefetch(program + 64 * line);
   }
 }
@@ -173,8 +173,8 @@ bool Simulation::take_turn(Worker& w) {
 
 SimResult Simulation::run() {
   for (Worker& w : workers_) {
-    w.program = program(w);
-    w.goes_on = w.program.handle();
+    rest(w).program = program(w);
+    rest(w).goes_on = rest(w).program.handle();
     wake(w, 0, Step::program);
   }
   SimResult result;
@@ -185,7 +185,7 @@ SimResult Simulation::run() {
     ++result.num_events;
     if (event.id < workers_.size()) {
       Worker& w = workers_[event.id];
-      if (!take_turn(w)) w.goes_on.resume();
+      if (!take_turn(w)) rest(w).goes_on.resume();
     } else {
       const std::uint32_t at = event.id - static_cast<std::uint32_t>(workers_.size());
       const Delivery delivery = deliveries_[at];
@@ -194,13 +194,13 @@ SimResult Simulation::run() {
     }
   }
   for (Worker& w : workers_) {
-    if (w.done < 0) {
+    if (rest(w).done < 0) {
       throw Error(ErrorCode::invalid_plan,
                   fmt::format("this plan would deadlock: worker {} of rank {} waits for ever; "
                               "pipeline::check must refuse it",
-                              w.idx, w.rank->me.v));
+                              rest(w).idx, w.rank->me.v));
     }
-    w.rank->end = std::max(w.rank->end, w.done);
+    w.rank->end = std::max(w.rank->end, rest(w).done);
   }
   for (RankState& r : ranks_) {
     for (Uses* sums : {&result.ctas, &result.spare_warps}) {
@@ -237,7 +237,7 @@ SimResult Simulation::run() {
   t.num_ranks = static_cast<std::int32_t>(ranks_.size());
   for (Worker& w : workers_) {
     if (w.rank != &ranks_.front()) break;
-    ++(w.role == Role::comm ? t.comm_workers : t.compute_workers);
+    ++(rest(w).role == Role::comm ? t.comm_workers : t.compute_workers);
   }
   t.title = fmt::format("{} on {}, {} ranks, {} {} (simulated)", name(options_.direction),
                         machine_.device, problem_.num_ranks, name(plan_.mode), name(plan_.order));
