@@ -121,6 +121,12 @@ Simulation::Units Simulation::compute_tiles(Worker& w, std::int64_t end) {
 }
 
 bool Simulation::next_tile(Worker& w) {
+  if (!claim_tile(w)) return false;
+  begin_tile(w);
+  return true;
+}
+
+bool Simulation::claim_tile(Worker& w) {
   RankState& r = *w.rank;
   if (r.ticket >= r.tickets_end) return false;
   const std::int64_t ticket = r.ticket++;
@@ -141,7 +147,7 @@ bool Simulation::next_tile(Worker& w) {
     }
     rest(w).wave_begin = r.wave_begin;
   }
-  begin_tile(w);
+  __builtin_prefetch(&r.block(w.task.block.v));
   return true;
 }
 
@@ -160,7 +166,9 @@ void Simulation::begin_tile(Worker& w) {
 // The product has ended: its pieces leave, its counters grow, the next tile begins.
 bool Simulation::finish_tile(Worker& w) {
   RankState& r = *w.rank;
-  const Task& task = w.task;
+  const Task task = w.task;
+  bool claimed = false;
+  const bool pushes = leaves(w);
   const bool wgrad = task.kind == TaskKind::wgrad;
   const bool shared = wgrad ? r.backward.shared(task.chunk) : r.table.is_shared(task.block);
   if (w.step == Step::tile) {
@@ -168,14 +176,15 @@ bool Simulation::finish_tile(Worker& w) {
            w.product_end);
     used(w, Use::gemm, w.begin, w.product_end);
     w.begin = w.product_end;
+    if (gpu()) claimed = claim_tile(w);  // what the next tile needs comes while this one ends
     if (has_pieces(task)) combine_tile(w, task);
-    if (!gpu() && leaves(w) && w.push_free > now_) {
+    if (!gpu() && pushes && w.push_free > now_) {
       wake(w, w.push_free, Step::pushed);
       return true;
     }
   }
   if (has_pieces(task)) used(w, Use::communicate, w.begin);
-  if (leaves(w) && (now_ > w.begin || !gpu()))
+  if (pushes && (now_ > w.begin || !gpu()))
     record(w, trace::Kind::combine, task.block.v, task.tile, false, w.begin, now_);
   switch (task.kind) {
     case TaskKind::fc1:
@@ -185,7 +194,9 @@ bool Simulation::finish_tile(Worker& w) {
     case TaskKind::wgrad: add(r.chunk(task.chunk).trail_done, 1); break;
   }
   add(r.tasks_done, 1);
-  return next_tile(w);
+  if (!gpu()) claimed = claim_tile(w);
+  if (claimed) begin_tile(w);
+  return claimed;
 }
 
 }  // namespace moxie::planner

@@ -215,6 +215,7 @@ class Simulation {
   // resume: next_* claims a unit and begins it or waits for what it needs, or says that none is
   // left; finish_* ends it and claims the next one.
   bool next_tile(Worker& w);
+  bool claim_tile(Worker& w);
   void begin_tile(Worker& w);
   bool finish_tile(Worker& w);
   bool next_rows(Worker& w);
