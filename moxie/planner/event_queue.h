@@ -115,6 +115,7 @@ class EventQueue {
   static constexpr int kSpanShift = 16;            // 2^16 ps: tens of events at 128 ranks
   static constexpr std::int64_t kSpans = 1 << 12;  // 268 us: longer than any tile
   static constexpr std::int64_t kLater = 3;        // spans
+  static constexpr std::size_t kKept = 128;        // events; longer lists give their memory back
   static constexpr std::size_t kFew = 64;          // sorted where they lie
   struct InSpan {
     std::uint32_t offset = 0;  // ps from the span's begin; equal ones in order of scheduling
@@ -135,7 +136,10 @@ class EventQueue {
     if (list.empty()) return;
     in_spans_ -= list.size();
     due_.swap(list);
-    spare_.push_back(std::move(list));
+    if (list.capacity() <= kKept)
+      spare_.push_back(std::move(list));
+    else
+      List(list.get_allocator()).swap(list);
     sort_due();
   }
   void begin_later(std::int64_t span) {
