@@ -26,8 +26,11 @@ Simulation::Simulation(const Problem& problem, const Plan& plan, const RoutingCo
       row_bytes_(static_cast<double>(problem.hidden * size_bytes(problem.dtype))),
       memory_ps_(1e3 / machine[Field::hbm_gbps]),
       link_ps_(1e3 / machine[Field::link_raw_gbps]),
-      network_ps_(1e3 / machine[Field::network_gbps]),
-      domain_(std::max<std::int64_t>(1, machine.domain_ranks())) {
+      network_ps_(1e3 / machine[Field::network_gbps]) {
+  for (std::int64_t r = 0; r < problem.num_ranks; ++r) {
+    domain_of_.push_back(
+        static_cast<std::int32_t>(r / std::max<std::int64_t>(1, machine.domain_ranks())));
+  }
   const std::int64_t count = options.symmetric ? 1 : problem.num_ranks;
   ranks_.reserve(static_cast<std::size_t>(count));
   for (std::int64_t r = 0; r < count; ++r) build_rank(r);

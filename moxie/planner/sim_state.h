@@ -318,7 +318,9 @@ class Simulation {
   double merge_gbps(const Worker& w) const {
     return machine_[spare(w) ? Field::spare_merge_gbps : Field::sm_merge_gbps];
   }
-  bool same_domain(RankId a, RankId b) const { return a.v / domain_ == b.v / domain_; }
+  bool same_domain(RankId a, RankId b) const {
+    return domain_of_[static_cast<std::size_t>(a.v)] == domain_of_[static_cast<std::size_t>(b.v)];
+  }
 
   bool forward() const { return options_.direction == Direction::forward; }
   bool split() const { return plan_.mode == ExecMode::split; }
@@ -344,9 +346,9 @@ class Simulation {
   const WireBytes pull_, push_;
   const double row_bytes_;
   const double memory_ps_, link_ps_, network_ps_;  // per byte
-  const std::int64_t domain_;
-  mutable Pool pool_;                   // outlives what lies in it
-  PoolVector<RankState> ranks_{pool_};  // neither moves: programs hold references
+  std::vector<std::int32_t> domain_of_;            // [R]
+  mutable Pool pool_;                              // outlives what lies in it
+  PoolVector<RankState> ranks_{pool_};             // neither moves: programs hold references
   PoolVector<Worker> workers_{pool_};
   std::vector<WorkerProgram> programs_;  // of workers_
   EventQueue queue_{pool_};
