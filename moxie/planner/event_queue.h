@@ -3,8 +3,8 @@
 //
 // A ring of short time spans, each a list that is appended to and sorted when its turn comes. What
 // is scheduled into the present span lies in a heap, and what lies beyond the ring in another: an
-// event costs the same however many wait. The present span and the next are known in advance, so
-// that whoever works them off can ask for their memory.
+// event costs the same however many wait. Who works them off is told the next spans' events, to ask
+// for their memory.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -97,10 +97,6 @@ class EventQueue {
     return {time, 0, first.id};
   }
 
-  // The event `places` after the next one in the present span, if it is known already.
-  const std::uint32_t* soon(std::size_t places) const {
-    return next_ + places < due_.size() ? &due_[next_ + places].id : nullptr;
-  }
   // One after another the events of the next spans, in no order; null: all have been told.
   const std::uint32_t* later() {
     if (later_span_ <= now_span_) begin_later(now_span_ + 1);

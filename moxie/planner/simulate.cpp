@@ -133,17 +133,11 @@ Process Simulation::program(Worker& w) {
   rest(w).done = now_;
 }
 
-// Tens of thousands of workers do not fit the cache: asks for those whose turns come soon.
+// Asks for workers whose turns come in the next spans.
 void Simulation::ask_for_next() {
-  const auto worker_of = [&](const std::uint32_t* id) -> const Worker* {
-    return id != nullptr && *id < workers_.size() ? &workers_[*id] : nullptr;
-  };
   for (int i = 0; i < 2; ++i) {
-    if (const Worker* w = worker_of(queue_.later())) __builtin_prefetch(w);
-  }
-  if (const Worker* w = worker_of(queue_.soon(2)); w != nullptr && w->step == Step::program) {
-    const char* program = static_cast<const char*>(rest(*w).goes_on.address());
-    for (int line = 0; line < 6; ++line) __builtin_prefetch(program + 64 * line);
+    const std::uint32_t* id = queue_.later();
+    if (id != nullptr && *id < workers_.size()) __builtin_prefetch(&workers_[*id]);
   }
 }
 
@@ -177,11 +171,13 @@ SimResult Simulation::run() {
     rest(w).goes_on = rest(w).program.handle();
     wake(w, 0, Step::program);
   }
+  // More than a second-level cache holds; fewer are slower with it.
+  const bool many = workers_.size() * sizeof(Worker) > std::size_t{2} << 20;
   SimResult result;
   while (!queue_.empty()) {
     const QueuedEvent event = queue_.pop();
     now_ = event.time;
-    ask_for_next();
+    if (many) ask_for_next();
     ++result.num_events;
     if (event.id < workers_.size()) {
       Worker& w = workers_[event.id];
