@@ -1,7 +1,13 @@
-// What the simulator and the planner cost: time per simulated task against the number of ranks, and
-// peak memory. `bench_planner` after `cmake --build --preset cpu --target moxie_bench`.
+// What the simulator and the planner cost: CPU time against the number of ranks, per task and unit
+// claimed, and as a multiple of n log n from the first number of ranks on; events of the virtual
+// clock; peak memory. `bench_planner` after `cmake --build --preset cpu --target moxie_bench`.
 #include <benchmark/benchmark.h>
 #include <sys/resource.h>
+
+#include <algorithm>
+#include <cmath>
+#include <ctime>
+#include <map>
 
 #include "moxie/planner/choose.h"
 #include "moxie/planner/studies.h"
@@ -9,28 +15,55 @@
 namespace moxie::planner {
 namespace {
 
+double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
+
+// Of the fastest iteration: others are the machine's. Growth counts from the fewest claims that
+// ran.
+void count_growth(benchmark::State& state, bool symmetric, double seconds, double tasks,
+                  double units) {
+  struct PerNLogN {
+    double tasks = 1e9, claims = 1e9;  // seconds
+  };
+  static std::map<double, PerNLogN> runs[2];
+  const double n = tasks + units;
+  const auto per = [&](double count) { return seconds / (count * std::log(count)); };
+  PerNLogN& best = runs[symmetric][n];
+  best = {std::min(best.tasks, per(tasks)), std::min(best.claims, per(n))};
+  const PerNLogN& fewest = runs[symmetric].begin()->second;
+  state.counters["cpu_s"] = seconds;
+  state.counters["tasks"] = tasks;
+  state.counters["units"] = units;
+  state.counters["ns_per_claim"] = 1e9 * seconds / n;
+  state.counters["ns_per_task"] = 1e9 * seconds / tasks;
+  state.counters["nlogn_claims"] = per(n) / fewest.claims;
+  state.counters["nlogn_tasks"] = per(tasks) / fewest.tasks;
+}
+
 void simulate_kimi(benchmark::State& state, bool symmetric) {
   const Problem p = study_problem("kimi-k2.5", state.range(0), 8192);
   const Plan plan = pipeline::resolve(p, {});
   const Machine m = machine(find_device("gb300"));
   const RoutingCounts routing =
       make_routing(p, std::vector<std::int64_t>(static_cast<std::size_t>(p.num_ranks), 8192));
-  std::int64_t tasks = 0;
-  double ms = 0;
+  double tasks = 0, units = 0, events = 0, ms = 0, best = 1e9;
   for (auto _ : state) {
+    const double begin = cpu_seconds();
+    tasks = units = events = ms = 0;
     for (const Direction d : {Direction::forward, Direction::backward}) {
       const SimResult r = simulate(p, plan, routing, m, {.direction = d, .symmetric = symmetric});
-      tasks += r.num_tasks;
+      tasks += static_cast<double>(r.num_tasks);
+      units += static_cast<double>(r.num_units);
+      events += static_cast<double>(r.num_events);
       ms += r.ms;
     }
+    best = std::min(best, cpu_seconds() - begin);
   }
+  count_growth(state, symmetric, best, tasks, units);
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
-  state.counters["tasks"] = static_cast<double>(tasks) / static_cast<double>(state.iterations());
-  state.counters["ns_per_task"] = benchmark::Counter(
-      static_cast<double>(tasks) * 1e-9, benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
+  state.counters["events"] = events;
   state.counters["peak_mb"] = static_cast<double>(usage.ru_maxrss) / 1024;
-  state.counters["simulated_ms"] = ms / static_cast<double>(state.iterations());
+  state.counters["simulated_ms"] = ms;
 }
 BENCHMARK_CAPTURE(simulate_kimi, all_ranks, false)
     ->Arg(8)
@@ -39,6 +72,7 @@ BENCHMARK_CAPTURE(simulate_kimi, all_ranks, false)
     ->Arg(64)
     ->Arg(72)
     ->Arg(128)
+    ->MinTime(2)
     ->Unit(benchmark::kMillisecond);
 BENCHMARK_CAPTURE(simulate_kimi, one_of_equal, true)
     ->Arg(8)

@@ -145,6 +145,7 @@ Json to_json(const planner::SimResult& r) {
           {"gemm_stretch", r.gemm_stretch},
           {"routed_rows", r.routed_rows},
           {"tasks", r.num_tasks},
+          {"units", r.num_units},
           {"events", r.num_events}};
 }
 

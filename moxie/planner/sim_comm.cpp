@@ -69,6 +69,7 @@ bool Simulation::next_rows(Worker& w) {
   while (r.dispatch_unit < units) {
     w.unit = static_cast<std::int32_t>(r.dispatch_unit++);
     if (rows_of(w).rows.size() == 0) continue;
+    ++num_units_;
     begin_rows(w);
     return true;
   }
@@ -132,6 +133,7 @@ Process Simulation::push_rows(Worker& w) {
   RankState& r = *w.rank;
   while (r.dispatch_unit < num_push_units(r)) {
     const PushUnit unit = push_unit(r, r.dispatch_unit++);
+    ++num_units_;
     const RankId to{unit.dest};
     RankState& dest = at(to);
     const BlockId b{dest.table.shared_blocks + unit.block};
@@ -168,6 +170,7 @@ Process Simulation::combine_slab(Worker& w, std::int64_t slab) {
   while (r.combine_unit < end) {
     const pipeline::CombineUnit unit = pipeline::combine_unit(r.table, r.combine_unit++);
     if (unit.rows.size() > 0) {
+      ++num_units_;
       const auto y =
           static_cast<std::size_t>(slab * r.routed_blocks + r.table.routed_idx(unit.block));
       co_await wait(w, r.y_ready[y], tiles.size(), WaitFor::y_ready, unit.block.v);
@@ -194,6 +197,7 @@ bool Simulation::next_merge(Worker& w) {
   RankState& r = *w.rank;
   if (r.merge_unit >= rest(w).merge_end) return false;
   w.unit = static_cast<std::int32_t>(r.merge_unit++);
+  ++num_units_;
   begin_merge(w);
   return true;
 }

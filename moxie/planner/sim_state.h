@@ -361,6 +361,7 @@ class Simulation {
   std::vector<Delivery> deliveries_;
   std::vector<std::uint32_t> free_deliveries_;
   Time now_ = 0;
+  std::int64_t num_units_ = 0;  // claimed, with rows or tokens
   std::vector<trace::Event> events_;
 };
 

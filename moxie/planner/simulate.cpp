@@ -221,6 +221,7 @@ SimResult Simulation::run() {
   };
   ports(&RankState::link, result.link, machine_[Field::link_raw_gbps]);
   ports(&RankState::network, result.network, machine_[Field::network_gbps]);
+  result.num_units = num_units_;
   for (const RankState& r : ranks_) {
     result.rank_ms.push_back(to_ms(r.end));
     result.ms = std::max(result.ms, to_ms(r.end));

@@ -78,7 +78,10 @@ struct SimResult {
   Uses spare_warps{};  // of communication workers that have no CTA of their own
   LinkUse link, network;
   double gemm_stretch = 1;  // by power: moving bytes beside products lowers the clock
-  std::int64_t num_tasks = 0, num_events = 0;
+  // What workers claimed and carried out: tiles of products (tickets), and units of rows and tokens
+  // (dispatch, combine, merge). What it costs to simulate a pass is counted per one of both.
+  std::int64_t num_tasks = 0, num_units = 0;
+  std::int64_t num_events = 0;  // the virtual clock's: ends of these, and waits that had to wait
   std::int64_t routed_rows = 0;
   trace::Trace trace;
 };

@@ -116,7 +116,8 @@ void bind_simulator(nb::module_& m) {
       .def_ro("link", &SimResult::link)
       .def_ro("network", &SimResult::network)
       .def_ro("gemm_stretch", &SimResult::gemm_stretch, "1.02: power stretches products by 2 %")
-      .def_ro("num_tasks", &SimResult::num_tasks)
+      .def_ro("num_tasks", &SimResult::num_tasks, "tiles of products")
+      .def_ro("num_units", &SimResult::num_units, "of rows and tokens: dispatch, combine, merge")
       .def_ro("num_events", &SimResult::num_events)
       .def_ro("routed_rows", &SimResult::routed_rows)
       .def_prop_ro(

@@ -1021,7 +1021,12 @@ class SimResult:
         """1.02: power stretches products by 2 %"""
 
     @property
-    def num_tasks(self) -> int: ...
+    def num_tasks(self) -> int:
+        """tiles of products"""
+
+    @property
+    def num_units(self) -> int:
+        """of rows and tokens: dispatch, combine, merge"""
 
     @property
     def num_events(self) -> int: ...
