@@ -80,7 +80,10 @@ void bind_inputs(nb::module_& m) {
       .def(
           "__init__",
           [](Mechanisms* self, bool dedupe, bool fused_activation, bool mxfp8, bool wave_barrier) {
-            new (self) Mechanisms{dedupe, fused_activation, mxfp8, wave_barrier};
+            new (self) Mechanisms{.dedupe = dedupe,
+                                  .fused_activation = fused_activation,
+                                  .mxfp8 = mxfp8,
+                                  .wave_barrier = wave_barrier};
           },
           nb::kw_only(), nb::arg("dedupe") = false, nb::arg("fused_activation") = true,
           nb::arg("mxfp8") = false, nb::arg("wave_barrier") = false)

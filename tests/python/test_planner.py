@@ -79,6 +79,14 @@ def test_choose_plan(problem, machine):
         planner.choose_plan(problem=problem, machine=machine, memory_gb=1e-6)
 
 
+@pytest.mark.parametrize("name", ["dedupe", "fused_activation", "mxfp8", "wave_barrier"])
+def test_mechanisms_are_what_was_asked_for(name):
+    plain = planner.Mechanisms()
+    other = planner.Mechanisms(**{name: not getattr(plain, name)})
+    for each in ("dedupe", "fused_activation", "mxfp8", "wave_barrier"):
+        assert (getattr(other, each) == getattr(plain, each)) == (each != name)
+
+
 def test_bounds_and_simulate(problem, machine):
     bounds = planner.bounds(problem=problem, machine=machine)
     result = planner.simulate(problem=problem, machine=machine, one_rank=True)
