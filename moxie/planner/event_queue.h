@@ -141,8 +141,9 @@ class EventQueue {
   void begin_later(std::int64_t span) {
     later_span_ = span;
     later_ = 0;
-    const InSpan* next = of(span + 1).data();
-    for (int line = 0; line < 4; ++line) __builtin_prefetch(next + 8 * line);
+    const List& next = of(span + 1);
+    for (std::size_t i = 0; i < std::min<std::size_t>(next.size(), 32); i += 8)
+      __builtin_prefetch(&next[i]);
   }
   void sort_due() {
     const auto earlier = [](const InSpan& a, const InSpan& b) { return a.offset < b.offset; };

@@ -147,7 +147,7 @@ bool Simulation::claim_tile(Worker& w) {
     }
     rest(w).wave_begin = r.wave_begin;
   }
-  __builtin_prefetch(&r.block(w.task.block.v));
+  if (w.task.kind != TaskKind::wgrad) __builtin_prefetch(&r.block(w.task.block.v));
   return true;
 }
 
