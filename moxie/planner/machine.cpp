@@ -29,7 +29,7 @@ const std::vector<Gap>& gaps() {
       {Field::fp8_flops_per_sm_clock, [](M m) { return 2 * m[Field::bf16_flops_per_sm_clock]; },
        "twice the BF16 rate"},
       {Field::tile_overhead_cycles, constant(2500), "that of H200"},
-      {Field::stored_tile_cycles, constant(24000), "that of H200"},
+      {Field::stored_tile_cycles, constant(19000), "that of H200"},
       {Field::moved_ms_per_gb, [](M m) { return 0.27 * 700 / m[Field::tdp_w]; },
        "the joules per byte of H200 under this power limit"},
       {Field::hbm_gbps, [](M m) { return 0.81 * m[Field::hbm_peak_gbps]; },
