@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "moxie/pipeline/cuda_layout.h"
 #include "moxie/pipeline/layout.h"
 #include "moxie/planner/choose.h"
 #include "moxie/planner/explain.h"
@@ -229,10 +230,10 @@ TEST(PlannerChoose, MemoryIsWhatTheClosedFormSays) {
             T * K * 8 + plan.saved_rows * 2 * I * 2 +
             (p.shared.intermediate > 0 ? T * 2 * p.shared.intermediate * 2 : 0));
         EXPECT_NEAR(kept * 1e9, want, 1);
-        double total = 0;
-        for (const pipeline::NamedBytes& b : pipeline::buffer_bytes(p, plan))
-          if (std::string_view(b.name) == "total") total = static_cast<double>(b.num_bytes);
-        EXPECT_NEAR(plan_memory_gb(p, plan, Passes::both) * 1e9, total + want, 1);
+        const pipeline::NamedBytes total = pipeline::cuda_buffer_bytes(p, plan).back();
+        EXPECT_STREQ(total.name, "total");
+        EXPECT_NEAR(plan_memory_gb(p, plan, Passes::both) * 1e9,
+                    static_cast<double>(total.num_bytes) + want, 1);
       }
     }
   }

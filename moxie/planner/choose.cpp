@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "moxie/core/error.h"
-#include "moxie/pipeline/layout.h"
+#include "moxie/pipeline/cuda_layout.h"
 #include "moxie/planner/explain.h"
 #include "moxie/planner/search.h"
 
@@ -16,10 +16,7 @@ const char* name(Passes passes) {
 }
 
 double plan_memory_gb(const Problem& p, const Plan& plan, Passes passes) {
-  double bytes = 0;
-  for (const pipeline::NamedBytes& b : pipeline::buffer_bytes(p, plan)) {
-    if (std::string_view(b.name) == "total") bytes += static_cast<double>(b.num_bytes);
-  }
+  auto bytes = static_cast<double>(pipeline::cuda_buffer_bytes(p, plan).back().num_bytes);
   if (passes == Passes::forward) return bytes * 1e-9;
   for (const NamedGb& kept : context_gb(p, plan)) bytes += kept.gb * 1e9;
   return bytes * 1e-9;
