@@ -262,28 +262,6 @@ constexpr bool prepares(Majors majors) {
   return true;
 }
 
-// A thread's own part of its warp's staging, as its sums of one piece: 32 of them, four in a row,
-// fours 32 apart.
-__device__ __forceinline__ float4* own_sums(const EpilogueWarp& warp) {
-  return reinterpret_cast<float4*>(warp.staging) + warp.lane_idx;
-}
-template <int kNumPieces>
-__device__ __forceinline__ void put_aside(const float (&acc)[128], int32_t piece,
-                                          const EpilogueWarp& warp) {
-  constexpr int kNumSums = 128 / kNumPieces;
-  static_assert(kNumSums * 32 * sizeof(float) <= sizeof(bf16[2][16 * 64]));
-  float4* own = own_sums(warp);
-#pragma unroll
-  for (int p = 0; p < kNumPieces; ++p) {
-    if (p != piece) continue;
-#pragma unroll
-    for (int i = 0; i < kNumSums; i += 4) {
-      const float* from = acc + p * kNumSums + i;
-      own[i / 4 * 32] = make_float4(from[0], from[1], from[2], from[3]);
-    }
-  }
-}
-
 // Where a tile leaves nothing for store(), says so to the compiler, which otherwise keeps what the
 // tile before had left through the whole epilogue, and spills.
 template <int kNumDeferred>
