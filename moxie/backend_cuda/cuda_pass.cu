@@ -30,7 +30,7 @@ struct LaunchConfig {
     config.dynamicSmemBytes = kernel.shared_bytes;
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = is_under_profiler() ? 1 : 2;
+    config.numAttrs = 2;
   }
 };
 
@@ -62,7 +62,10 @@ void require_aligned(const char* what, std::int64_t rank, const void* data) {
 }
 
 CudaPass::CudaPass(const LayerMemory& memory, KernelOf kernel_of, std::int32_t cluster_size)
-    : memory_(memory), kernel_of_(kernel_of), cluster_size_(cluster_size) {
+    : memory_(memory),
+      kernel_of_(kernel_of),
+      cluster_size_(cluster_size),
+      is_cooperative_(!is_under_profiler()) {
   for (const DeviceGroup& group : memory.backend.groups())
     ctas_per_rank_.push_back(size_grid(group));
 }
@@ -111,7 +114,8 @@ std::int32_t CudaPass::size_grid(const DeviceGroup& group) const {
 void CudaPass::launch_kernel(const DeviceGroup& group, void* params, cudaStream_t stream) const {
   const FusedKernel kernel = kernel_on(group);
   const std::int32_t num_ctas = ctas_of(group) * static_cast<std::int32_t>(group.ranks.size());
-  const LaunchConfig launch(kernel, num_ctas, cluster_size_, stream);
+  LaunchConfig launch(kernel, num_ctas, cluster_size_, stream);
+  if (!is_cooperative_) launch.config.numAttrs = 1;
   void* arguments[] = {params};
   check_cuda(cudaLaunchKernelExC(&launch.config, kernel.function, arguments), "launching the pass");
 }

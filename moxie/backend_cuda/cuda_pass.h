@@ -146,6 +146,7 @@ class CudaPass {
 
   KernelOf kernel_of_;
   std::int32_t cluster_size_;
+  bool is_cooperative_;                      // asked once: no launch reads the environment
   std::vector<std::int32_t> ctas_per_rank_;  // [groups]
   TraceBuffers traces_;
 };
