@@ -62,6 +62,13 @@ pipeline::DispatchUnit Simulation::rows_of(const Worker& w) const {
   return pipeline::dispatch_unit(r.table, w.unit, r.block(b.v).rows);
 }
 
+// Of the source's rows in a block, those that dispatch moves.
+double Simulation::share_moved(const RankState& dest, RankId source, BlockId b) const {
+  if (dest.fresh.empty()) return 1;
+  const std::int64_t expert = dest.block(b.v).expert;
+  return dest.fresh[static_cast<std::size_t>(source.v * dest.table.num_experts + expert)];
+}
+
 // Pulls rows into ring slots, in block order.
 bool Simulation::next_rows(Worker& w) {
   RankState& r = *w.rank;
@@ -85,7 +92,6 @@ void Simulation::begin_rows(Worker& w) {
   w.begin = now_;
   const auto routed = static_cast<std::size_t>(r.table.routed_idx(b));
   const double row = dispatch_row_bytes(r, b);
-  const std::size_t experts = static_cast<std::size_t>(r.table.num_experts);
   Time end = now_ + from_us(machine_[Field::remote_load_us]);
   double bytes = 0;
   std::int64_t first = 0;  // row of the block where the source begins
@@ -95,11 +101,7 @@ void Simulation::begin_rows(Worker& w) {
         std::min(unit.rows.end, first + source.rows) - std::max(unit.rows.begin, first);
     first += source.rows;
     if (rows <= 0) continue;
-    double moved = static_cast<double>(rows) * row;
-    if (!r.fresh.empty()) {
-      const auto e = static_cast<std::size_t>(r.block(b.v).expert);
-      moved *= r.fresh[static_cast<std::size_t>(source.rank) * experts + e];
-    }
+    const double moved = static_cast<double>(rows) * row * share_moved(r, RankId{source.rank}, b);
     bytes += moved;
     end = std::max(end, transfer(RankId{source.rank}, r.me, moved, pull_, true));
   }
@@ -143,11 +145,8 @@ Process Simulation::push_rows(Worker& w) {
                     unit.dest);
     }
     const Time begin = now_;
-    double bytes = static_cast<double>(unit.rows) * dispatch_row_bytes(dest, b);
-    if (!dest.fresh.empty()) {
-      const auto e = static_cast<std::size_t>(dest.block(b.v).expert);
-      bytes *= dest.fresh[static_cast<std::size_t>(r.me.v * dest.table.num_experts) + e];
-    }
+    const double bytes =
+        static_cast<double>(unit.rows) * dispatch_row_bytes(dest, b) * share_moved(dest, r.me, b);
     Time end = transfer(r.me, to, bytes, push_, true);
     end = std::max(end, now_ + static_cast<Time>(bytes * 1e3 / dispatch_gbps(w)));
     const Time flag = signal_time(r.me, to);  // a release waits until the rows are acknowledged

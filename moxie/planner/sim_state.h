@@ -334,6 +334,7 @@ class Simulation {
   }
   double row_bytes() const { return row_bytes_; }
   double dispatch_row_bytes(const RankState& r, BlockId b) const;
+  double share_moved(const RankState& dest, RankId source, BlockId b) const;
   bool z_saved(const RankState& r, BlockId b) const;
   pipeline::Range slab_columns(std::int64_t slab) const;
 
