@@ -124,13 +124,13 @@ struct Chunks {
   std::vector<std::int32_t> block, expert, after;
   std::vector<std::int64_t> step;
   BackwardStream stream;
-  Chunks(const BlockTable& t, const Problem& p, const Plan& plan)
+  Chunks(const BlockTable& t, const Problem& p, const Plan& plan, BackwardTiling tiling = {})
       : block(64),
         expert(64),
         after(64),
         step(128),
         stream(schedule::build_chunks(p, plan, t, block.data(), expert.data(), after.data(),
-                                      step.data())) {}
+                                      step.data(), tiling)) {}
 };
 
 bool backward_completes(const BackwardStream& s, const BlockTable& t, std::int64_t minibatch_blocks,
@@ -173,7 +173,7 @@ bool backward_completes(const BackwardStream& s, const BlockTable& t, std::int64
 TEST(PipelineDeadlock, EveryAcceptedBackwardPlanCompletes) {
   const std::vector<std::vector<std::int64_t>> routings = {{0, 0}, {1, 0}, {0, 3},    {5, 1},
                                                            {2, 2}, {7, 0}, {3, 0, 4}, {1, 1, 1, 1}};
-  std::int64_t plans = 0;
+  std::int64_t plans = 0, postponed = 0;
   for (std::int64_t shared = 0; shared <= 3; ++shared)
     for (const auto& routing : routings) {
       Problem p{.num_ranks = 1,
@@ -190,18 +190,23 @@ TEST(PipelineDeadlock, EveryAcceptedBackwardPlanCompletes) {
           for (std::int64_t minibatch = 1; minibatch <= 3; ++minibatch)
             for (std::int64_t ring =
                      std::min(total, min_backward_ring_blocks(chunk, lag, minibatch));
-                 ring <= total; ++ring) {
-              Plan plan;
-              plan.chunk_blocks = chunk;
-              plan.lag_chunks = lag;
-              const Chunks chunks(blocks.table, p, plan);
-              ++plans;
-              ASSERT_TRUE(backward_completes(chunks.stream, blocks.table, minibatch, ring))
-                  << "shared=" << shared << " chunk=" << chunk << " lag=" << lag
-                  << " minibatch=" << minibatch << " ring=" << ring;
-            }
+                 ring <= total; ++ring)
+              for (const bool postpones : {false, true}) {
+                Plan plan;
+                plan.chunk_blocks = chunk;
+                plan.lag_chunks = lag;
+                plan.backward_ring_blocks = ring;
+                const Chunks chunks(blocks.table, p, plan, {.postpones = postpones});
+                ++plans;
+                postponed += chunks.stream.postponed > 1;
+                ASSERT_TRUE(backward_completes(chunks.stream, blocks.table, minibatch, ring))
+                    << "shared=" << shared << " chunk=" << chunk << " lag=" << lag
+                    << " minibatch=" << minibatch << " ring=" << ring
+                    << " postponed=" << chunks.stream.postponed;
+              }
     }
-  EXPECT_GT(plans, 2000);
+  EXPECT_GT(plans, 4000);
+  EXPECT_GT(postponed, 500);  // weight gradients of last chunks behind all dX
 }
 
 TEST(PipelineDeadlock, BackwardBoundIsTight) {

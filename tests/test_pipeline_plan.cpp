@@ -153,9 +153,6 @@ TEST(PipelinePlan, ChosenMemoryIsThatOfTheExpectedRowsNotOfTheWorstCase) {
     // z of what routers make of equal chances.
     EXPECT_GE(plan.saved_rows, p.max_tokens * p.top_k * 104 / 100);
     EXPECT_GE(plan.backward_ring_blocks, expected_blocks(p) * 7 / 8);
-    // The largest expert of such a routing is one chunk.
-    const std::int64_t expert = expected_rows(p) * p.num_ranks / p.num_experts / kBlockRows;
-    EXPECT_GT(plan.chunk_blocks, expert + expert / 10);
     // A slot more would not lie in the forward's bytes, or there are as many as wanted.
     Plan more = plan;
     more.backward_ring_blocks += 3;
@@ -165,6 +162,35 @@ TEST(PipelinePlan, ChosenMemoryIsThatOfTheExpectedRowsNotOfTheWorstCase) {
                 .saved_rows = plan.capacity_rows};
     EXPECT_GT(bytes_with_context(p, resolve(p, all)), layer.nccl_torch_bytes * 9 / 10);
   }
+}
+
+// An expert in two chunks has its sums put aside and loaded again. Layers of bench/scenarios on one
+// and two ranks; of mixtral an expert has 32 blocks, of a ring of 128.
+TEST(PipelinePlan, AChunkHoldsTheWidestExpertOfAFairRouting) {
+  const auto layer = [](std::int64_t hidden, std::int64_t intermediate, std::int64_t experts,
+                        std::int64_t top_k, std::int64_t tokens) {
+    return Problem{.num_ranks = 1,
+                   .max_tokens = tokens,
+                   .hidden = hidden,
+                   .intermediate = intermediate,
+                   .num_experts = experts,
+                   .top_k = top_k};
+  };
+  for (Problem p : {layer(7168, 2048, 12, 8, 8192), layer(7168, 2048, 16, 8, 8192),
+                    layer(2048, 768, 128, 8, 16384), layer(4096, 14336, 8, 2, 8192),
+                    layer(4096, 14336, 4, 2, 8192), layer(2880, 2880, 128, 4, 16384)}) {
+    for (const std::int64_t ranks : {1, 2}) {
+      p.num_ranks = ranks;
+      const Plan plan = resolve(p, {});
+      const std::int64_t rows = ranks * p.max_tokens * p.top_k / p.num_experts;
+      EXPECT_GE(plan.chunk_blocks, num_blocks(rows + rows / 10))
+          << p.num_experts << " experts, " << ranks << " ranks";
+      EXPECT_NO_THROW(check(p, plan));
+    }
+  }
+  // What does not fit is cut: a ring of 16 has two chunks of 8 in flight.
+  const Problem wide = layer(4096, 14336, 8, 2, 8192);
+  EXPECT_EQ(resolve(wide, {.lag_chunks = 1, .backward_ring_blocks = 16}).chunk_blocks, 8);
 }
 
 TEST(PipelinePlan, SmallPassesAndSplitModeKeepEveryRow) {

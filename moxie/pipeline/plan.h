@@ -103,8 +103,9 @@ std::int64_t expected_blocks(const Problem& problem);
 // The capacity is proven, so it is a multiple of what a pass has; memory for all of it is not
 // needed to be fast. Slots of the backward: seven eighths of the expected blocks - the first
 // experts' are free again when the last ones' rows come - or as many as lie in what the forward
-// needs anyway. A pass with more rows than expected waits for slots. Expects a plan that is
-// resolved but for this and chunk_blocks.
+// needs anyway, or up to a quarter more than expected if chunks then hold whole experts. A pass
+// with more rows than expected waits for slots. Expects a plan that is resolved but for this and
+// chunk_blocks.
 std::int64_t chosen_backward_ring(const Problem& problem, const Plan& plan);
 // SavePolicy::z: the expected rows and a sixteenth more; z of rows beyond is made again. z_and_x:
 // all of the capacity, because the ring for x is only left out then.

@@ -272,9 +272,9 @@ struct BackwardTiling {
   bool postpones = false;                       // the weight gradients of the last chunks
 };
 inline constexpr BackwardTiling kGpuBackwardTiling{kWideDgradTileCols, true, true};
-// One in so many chunks is postponed: half of a sixth of the pass is left to merge in. Not tuned;
-// on H200 it made no difference that could be measured (docs/decisions/009-fused-backward.md).
-inline constexpr std::int64_t kChunksPerPostponed = 6;
+// One in so many chunks is postponed. H200, rows of one of two ranks, ms for none, 8, 4, 3, 2:
+// qwen3 4.06, 4.05, 4.03, 4.01, 4.03; gpt-oss 10.30, -, 10.19, 10.15, 10.13.
+inline constexpr std::int64_t kChunksPerPostponed = 3;
 
 MOXIE_HD constexpr BackwardStream backward_stream(const Problem& p, const Plan& plan,
                                                   const ChunkTable& chunks,
@@ -290,10 +290,12 @@ MOXIE_HD constexpr BackwardStream backward_stream(const Problem& p, const Plan& 
   s.wgrad = {p.hidden, p.intermediate};
   s.lag = plan.lag_chunks;
   s.band = plan.band_blocks;
-  // Whole experts, each with slots of its own.
-  if (tiling.postpones && chunks.num_chunks > 0 && plan.lag_chunks < chunks.num_chunks &&
-      plan.backward_ring_blocks >= num_blocks && plan.chunk_blocks >= num_blocks) {
+  if (tiling.postpones && plan.lag_chunks < chunks.num_chunks) {
     s.postponed = max64(chunks.num_chunks / kChunksPerPostponed, 1);
+    // Nobody waits for slots that are not used again.
+    while (s.postponed > 1 && chunks.chunk_block[chunks.num_chunks - s.postponed] <
+                                  num_blocks - plan.backward_ring_blocks)
+      --s.postponed;
   }
   if (tiling.remakes_z) {
     const bool saves = plan.save != SavePolicy::none;
