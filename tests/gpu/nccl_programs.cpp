@@ -437,7 +437,7 @@ std::string beside_all_reduce(const ChildRank& me) {
   world.set_stream(stream);
   // The ranks enqueue in opposite orders, so that one GPU begins with the pass and the other with
   // the all-reduce.
-  for (int round = 0; round < 200; ++round) {
+  for (int round = 0; round < 500; ++round) {
     const auto all_reduce = [&] {
       return reduce(data, data, kCount, ncclFloat, ncclSum, comm, side) == ncclSuccess;
     };
