@@ -165,9 +165,6 @@ class EventQueue {
     ++in_spans_;
   }
   List& of(std::int64_t span) { return spans_[static_cast<std::size_t>(span & (kSpans - 1))]; }
-  const List& of(std::int64_t span) const {
-    return spans_[static_cast<std::size_t>(span & (kSpans - 1))];
-  }
 
   EventHeap present_, beyond_;
   List due_;              // of the present span, sorted
