@@ -435,22 +435,53 @@ TEST(PipelineLayout, WhatOnlyTheGpuKeeps) {
   EXPECT_EQ(l.sort_counts.num_bytes, 64 * 16 * 4);
   EXPECT_EQ(l.result.num_bytes, 4 * 4);
   EXPECT_EQ(l.pulled.num_bytes, 4 * 500 * 8);
+  EXPECT_EQ(l.row_places.num_bytes, plan.capacity_rows * 8);
   EXPECT_EQ(l.words.num_bytes, 2 * 3 * 4);
   const std::int64_t chunks = 66 + 4 + 4 + 1;  // routed blocks, shared ones, experts, one more
   EXPECT_EQ(l.step_pair.num_bytes, (2 * chunks + plan.lag_chunks + 2) * 8);
   EXPECT_EQ(l.dy_bias.num_bytes, plan.capacity_rows * 4);
   std::int64_t end = workspace_layout(p, plan).num_bytes;
   for (const Region& region :
-       {l.sort_counts, l.result, l.pulled, l.words, l.step_pair, l.dy_bias}) {
+       {l.sort_counts, l.result, l.pulled, l.row_places, l.words, l.step_pair, l.dy_bias}) {
     EXPECT_EQ(region.offset, align_up(end, kRegionAlign));
     end = region.offset + region.num_bytes;
   }
   EXPECT_EQ(l.num_bytes, align_up(end, kRegionAlign));
+  Problem broad = p;
+  broad.intermediate = 16 * 128;
+  EXPECT_TRUE(gathers(broad, {}));
+  broad.intermediate += 8;  // loaded 17 times
+  EXPECT_FALSE(gathers(broad, {}));
   Problem alone = p;
   alone.num_ranks = 1;
   alone.expert_bias = false;
   const CudaWorkspaceLayout one = cuda_workspace_layout(alone, resolve(alone, {}));
   EXPECT_EQ(one.pulled.num_bytes + one.dy_bias.num_bytes, 0);
+}
+
+// FC1 gathers rows where each token lies once: not where rows are pushed, kept, pulled again, or
+// loaded by many tiles.
+TEST(PipelineLayout, RowsAreGatheredWhereNoTokenComesTwice) {
+  const Problem p = everything();
+  const auto gathers = [](const Problem& problem, const Plan& plan) {
+    return gathers_rows(problem, resolve(problem, plan));
+  };
+  EXPECT_TRUE(gathers(p, {}));
+  EXPECT_FALSE(gathers(p, {.dispatch = DispatchMode::push}));
+  EXPECT_FALSE(gathers(p, {.save = SavePolicy::z_and_x}));
+  EXPECT_FALSE(gathers(p, {.x_ring_blocks = 20}));  // smaller than the pass
+  Problem broad = p;
+  broad.intermediate = 16 * 128;
+  EXPECT_TRUE(gathers(broad, {}));
+  broad.intermediate += 8;  // loaded 17 times
+  EXPECT_FALSE(gathers(broad, {}));
+  Problem alone = p;
+  alone.num_ranks = 1;
+  EXPECT_TRUE(gathers(alone, {.x_ring_blocks = 20}));  // its own tokens stay where they are
+  Problem wide = alone;
+  wide.max_tokens = 1 << 20;
+  wide.hidden = 1 << 15;  // 2^32 chunks of 16 bytes
+  EXPECT_FALSE(gathers(wide, {}));
 }
 
 TEST(PipelineSignals, WordsOnlyGrow) {

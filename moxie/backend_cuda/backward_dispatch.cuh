@@ -180,13 +180,12 @@ __device__ __forceinline__ void count_rows(const BackwardWay& way, const Backwar
 // A warp of the team: dispatch, then what is left of the vector gradients.
 __device__ __forceinline__ void dispatch_rows(const BackwardCommon& common,
                                               const BackwardRank& rank, BackwardState& state,
-                                              const DispatchTeam& team) {
-  const int32_t warp_idx = threadIdx.x / 32 - kFirstDispatchWarp,
-                num_warps = team.num_ctas * team.num_warps;
+                                              const DispatchTeam& team, dispatch::RowsSlot& slot) {
+  const int32_t num_warps = team.num_ctas * team.num_warps;
   FirstRound first_round{static_cast<uint32_t>(num_warps), false};
   const BackwardWay way{common, rank, state, first_round};
   dispatch::pull_rows(
-      way, state.rows_slots[warp_idx], state.recorder, team.warp_idx(state.cta), num_warps,
+      way, slot, state.recorder, team.warp_idx(state.cta), num_warps,
       dispatch::MoveLimits{state.signal_limits, state.counter_limits, code(WaitFor::x_staged),
                            code(WaitFor::x_slot_free)},
       [&] { delay_of(common)(); }, [&] { stage_tokens(common, rank, state, StageUntil::done); });

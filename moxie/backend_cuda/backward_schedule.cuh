@@ -171,6 +171,7 @@ __device__ __forceinline__ void fill_state(const BackwardCommon& common, const B
       p.hidden,
       p.top_k,
       state.counters + common.counters.x_ready,
+      nullptr,
       nullptr};
   state.pull.forward_x = rank.x;
   state.pull.x_back = common.pulls_x ? at<bf16>(rank, common.workspace.xb_ring) : nullptr;

@@ -44,6 +44,7 @@ ForwardPass::ForwardPass(const LayerMemory& memory)
   describe_common(common_);
   common_.num_slabs = memory.plan.num_slabs;
   common_.pulls_once = pipeline::pulls_once(memory.problem, memory.plan);
+  common_.gathers = pipeline::gathers_rows(memory.problem, memory.plan);
   ranks_.resize(static_cast<std::size_t>(num_ranks));
   known_.resize(ranks_.size());
   for (std::int64_t r = 0; r < num_ranks; ++r) common_.workspaces[r] = memory.workspace(r);

@@ -105,6 +105,7 @@ void CudaLayer::clear_counters() {
     clear(workspace.counters);
     clear(cuda.words);
     clear(cuda.pulled);  // epochs begin anew
+    clear(cuda.row_places);
     check_cuda(
         cudaDeviceSynchronize(),
         "clearing counters");  // passes may come on a stream that does not wait for the default one

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "moxie/backend_cuda/forward_state.cuh"
+#include "moxie/expert/grouped_gemm_cuda.cuh"
 
 namespace moxie::backend_cuda {
 
@@ -80,6 +81,33 @@ struct ForwardSchedule {
       }
       return own;
     }
+  }
+};
+
+// FC1's rows, from where their tokens lie: the caller's x, or where they were pulled to.
+struct ForwardGather {
+  const ForwardCommon& common;
+  const ForwardRank& rank;
+  const ForwardState& state;
+
+  __device__ __forceinline__ bool is_on() const { return common.gathers; }
+  __device__ __forceinline__ bool gathers(const Tile& tile) const {
+    return common.gathers && tile.product == kFc1;
+  }
+  // Of all products FC1 comes before FC2.
+  __device__ __forceinline__ bool is_past(const Tile& tile) const {
+    return common.gathers && tile.product == kFc2 && common.plan.order == TaskOrder::slabs;
+  }
+  __device__ __forceinline__ expert::RowPlaces rows() const {
+    static_assert(expert::RowPlaces::kSecond == dispatch::Pull::kInRing);
+    return {reinterpret_cast<const uint4*>(rank.x),
+            reinterpret_cast<const uint4*>(at<bf16>(rank, common.workspace.x_ring)),
+            at<uint64_t>(rank, common.cuda_workspace.row_places),
+            static_cast<uint32_t>(state.epoch), static_cast<int32_t>(common.problem.hidden)};
+  }
+  // Of a tile as its ticket says it, before anything is waited for.
+  __device__ __forceinline__ int64_t first_row(const Tile& tile) const {
+    return state.table.routed_idx(block_of(tile)) * BLOCK_M;
   }
 };
 

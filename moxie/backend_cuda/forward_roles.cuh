@@ -111,8 +111,8 @@ __device__ __forceinline__ DispatchTeam combine_team(const ForwardCommon& common
 // A warp of the team. The rows of the first blocks come before what is left of staging, which no
 // row of this rank waits for.
 __device__ __forceinline__ void dispatch_rows(const ForwardCommon& common, const ForwardRank& rank,
-                                              ForwardState& state, const DispatchTeam& team) {
-  const int32_t warp_idx = threadIdx.x / 32 - kFirstDispatchWarp;
+                                              ForwardState& state, const DispatchTeam& team,
+                                              dispatch::RowsSlot& slot) {
   const auto delay = [&] { delay_of(common)(); };
   const auto limits = [&](WaitFor what_slot) {
     return dispatch::MoveLimits{state.signal_limits, state.counter_limits, code(WaitFor::x_staged),
@@ -120,10 +120,10 @@ __device__ __forceinline__ void dispatch_rows(const ForwardCommon& common, const
   };
   const int32_t first = team.warp_idx(state.cta), num_warps = team.num_ctas * team.num_warps;
   if (common.plan.dispatch == DispatchMode::push) {
-    dispatch::push_rows(state.push, state.rows_slots[warp_idx], state.recorder, first, num_warps,
+    dispatch::push_rows(state.push, slot, state.recorder, first, num_warps,
                         limits(WaitFor::peer_slot_free), delay);
   } else {
-    dispatch::pull_rows(state.pull, state.rows_slots[warp_idx], state.recorder, first, num_warps,
+    dispatch::pull_rows(state.pull, slot, state.recorder, first, num_warps,
                         limits(WaitFor::x_slot_free), delay,
                         [&] { stage_tokens(common, rank, state, StageUntil::done); });
   }
@@ -179,8 +179,7 @@ __device__ __forceinline__ bool carry_slab(const ForwardCommon& common, const Fo
 __device__ __forceinline__ void return_rows(const ForwardCommon& common, const ForwardRank& rank,
                                             ForwardState& state) {
   const DispatchTeam team = combine_team(common, state.cta);
-  const auto warp_idx = static_cast<int32_t>(threadIdx.x / 32) - kFirstDispatchWarp;
-  const bool carries = team.has(state.cta) && warp_idx >= 0 && warp_idx < team.num_warps;
+  const bool carries = team.has_this_warp(state.cta);
 #pragma unroll 1
   for (int32_t slab = carries ? 0 : common.plan.num_slabs; slab <= common.plan.num_slabs; ++slab) {
     if (slab < common.plan.num_slabs && !carry_slab(common, rank, state, slab)) return;

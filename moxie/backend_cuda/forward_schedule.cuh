@@ -118,7 +118,8 @@ __device__ __forceinline__ void fill_state(const ForwardCommon& common, const Fo
                 common.problem.hidden,
                 common.problem.top_k,
                 state.counters + common.counters.x_ready,
-                state.counters + common.counters.fc1_done};
+                state.counters + common.counters.fc1_done,
+                common.gathers ? at<uint64_t>(rank, common.cuda_workspace.row_places) : nullptr};
   if (common.plan.dispatch == DispatchMode::push) prepare_push(common, rank, state, result);
   state.num_home_tiles = static_cast<int32_t>(state.stream.fc2_tiles);
   state.hidden_ring_blocks = static_cast<uint32_t>(common.plan.hidden_ring_blocks);

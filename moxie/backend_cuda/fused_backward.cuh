@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
       }
     } else {
       if (team.has(cta)) {
-        dispatch_rows(common, rank, state, team);
+        dispatch_rows(common, rank, state, team, rows_slot(shared));
         if (is_dedicated) say_dispatched<kClusterSize>(state);
       } else {
         stage_tokens(common, rank, state, StageUntil::done);
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
     return_rows(common, rank, state);
   } else {
     device::setmaxnreg_inc<BackwardConfig<kClusterSize>::kConsumerRegisters>();
-    work_before_tiles<kClusterSize>(common, rank, state, team);
+    work_before_tiles<kClusterSize>(common, rank, state, team, rows_slot(shared));
     expert::multiply_tiles<kClusterSize>(gemm, shared);
     return_rows(common, rank, state);
   }

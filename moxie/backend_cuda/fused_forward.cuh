@@ -16,6 +16,7 @@ struct ForwardGemm {
   const expert::GemmOperands (&operands)[kNumProducts];
   ForwardEpilogue<kGeneral> epilogue;
   ForwardReadiness readiness;
+  ForwardGather gather;
   const device::WaitLimits& limits;
 };
 
@@ -41,8 +42,11 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
   if (!begin_pass<kClusterSize>(common, rank, shared, cta, ForwardTables{common, rank}, fill))
     return;
 
-  const ForwardGemm<kGeneral> gemm{
-      rank.operands, {common, rank, state}, {common, state}, state.barrier_limits};
+  const ForwardGemm<kGeneral> gemm{rank.operands,
+                                   {common, rank, state},
+                                   {common, state},
+                                   {common, rank, state},
+                                   state.barrier_limits};
   const ForwardPublisher publisher{common, rank, state};
   const DispatchTeam team = dispatch_team(common, cta);
   const bool is_dedicated = team.has(cta) && team.is_dedicated();
@@ -61,16 +65,20 @@ __global__ void __launch_bounds__(expert::kNumThreads, 1)
       } else if constexpr (kClusterSize > 1) {
         publish_only(publisher, shared);
       }
-    } else if (team.has(cta)) {
-      dispatch_rows(common, rank, state, team);
-      if (is_dedicated) say_dispatched<kClusterSize>(state);
-    } else if (common.phases & kStagePhase) {
-      stage_tokens(common, rank, state, StageUntil::done);
+    } else {
+      const bool gathers = common.gathers && warp_idx == kFirstDispatchWarp;
+      if (team.has_this_warp(cta)) {
+        dispatch_rows(common, rank, state, team, rows_slot(shared));
+        if (is_dedicated) say_dispatched<kClusterSize>(state);
+      } else if ((common.phases & kStagePhase) != 0 && !gathers) {
+        stage_tokens(common, rank, state, StageUntil::done);
+      }
+      if (gathers && multiplies) expert::gather_tiles<kClusterSize>(gemm, shared);
     }
     return_rows(common, rank, state);
   } else {
     device::setmaxnreg_inc<ForwardConfig<kClusterSize>::kConsumerRegisters>();
-    work_before_tiles<kClusterSize>(common, rank, state, team);
+    work_before_tiles<kClusterSize>(common, rank, state, team, rows_slot(shared));
     if (multiplies) expert::multiply_tiles<kClusterSize>(gemm, shared);
     return_rows(common, rank, state);
   }

@@ -74,8 +74,10 @@ struct PassCommon {
   std::int32_t ctas_per_rank;
   std::int32_t num_slabs;  // column slabs of the rows that go home; backward: 1
   std::uint32_t phases;    // of this launch
-  bool pulls_once;         // a token crosses the link once: cuda_workspace.pulled
-  bool keep_schedule;      // measuring: nothing is staged, the tables of the pass before hold
+  // forward: FC1 fetches rows from where their tokens lie (cuda_workspace.row_places), by warp 2
+  bool gathers;
+  bool pulls_once;     // a token crosses the link once: cuda_workspace.pulled
+  bool keep_schedule;  // measuring: nothing is staged, the tables of the pass before hold
 };
 
 // What one launch does of a pass: everything, or in split mode one phase after the other.

@@ -130,22 +130,39 @@ __device__ __forceinline__ void come_late(const FaultInjection& faults, RankId m
 }
 
 // Who dispatches: the spare warps of every CTA, or all warps that can of a few CTAs, which join the
-// multiplying ones when no rows are left.
+// multiplying ones when no rows are left. Where rows are gathered only one warp is spare.
 struct DispatchTeam {
-  int32_t first_cta, num_ctas, num_warps;  // per CTA, from kFirstDispatchWarp on
+  int32_t first_cta, num_ctas, num_warps;  // per CTA, from first_warp on
+  int32_t first_warp = kFirstDispatchWarp;
   __device__ __forceinline__ bool has(schedule::Cta cta) const { return cta.idx >= first_cta; }
+  __device__ __forceinline__ bool has_this_warp(schedule::Cta cta) const {
+    const auto warp_idx = static_cast<int32_t>(threadIdx.x / 32) - first_warp;
+    return has(cta) && warp_idx >= 0 && warp_idx < num_warps;
+  }
   __device__ __forceinline__ bool is_dedicated() const { return num_warps == kMaxDispatchWarps; }
   __device__ __forceinline__ int32_t warp_idx(schedule::Cta cta) const {
-    return (cta.idx - first_cta) * num_warps + static_cast<int32_t>(threadIdx.x / 32) -
-           kFirstDispatchWarp;
+    return (cta.idx - first_cta) * num_warps + static_cast<int32_t>(threadIdx.x / 32) - first_warp;
   }
 };
 __device__ __forceinline__ DispatchTeam dispatch_team(const PassCommon& common, schedule::Cta cta) {
   if ((common.phases & kDispatchPhase) == 0) return {cta.count, 0, 0};
   if (common.phases == kDispatchPhase) return {0, cta.count, kMaxDispatchWarps};
   const int32_t dedicated = common.plan.comm_workers;
-  if (dedicated == 0) return {0, cta.count, 2};
+  if (dedicated == 0) {
+    if (common.gathers) return {0, cta.count, 1, kFirstDispatchWarp + 1};
+    return {0, cta.count, 2};
+  }
   return {cta.count - dedicated, dedicated, kMaxDispatchWarps};
+}
+
+// This warp's slot of dispatch. A consumer warp dispatches before its first tile, and has its
+// staging until then.
+template <class Shared>
+__device__ __forceinline__ dispatch::RowsSlot& rows_slot(Shared& shared) {
+  const uint32_t warp_idx = threadIdx.x / 32;
+  static_assert(sizeof(dispatch::RowsSlot) <= sizeof(shared.staging[0]));
+  return warp_idx < 4 ? shared.schedule.rows_slots[warp_idx - kFirstDispatchWarp]
+                      : *reinterpret_cast<dispatch::RowsSlot*>(shared.staging[warp_idx - 4]);
 }
 
 __device__ __forceinline__ bool overlaps(const PassCommon& common) {
@@ -168,10 +185,10 @@ __device__ __forceinline__ void say_dispatched(PassState& state) {
 // a register, which it does not have.
 template <int kClusterSize, class Common, class Rank, class State>
 __device__ __noinline__ void work_before_tiles(const Common& common, const Rank& rank, State& state,
-                                               DispatchTeam team) {
+                                               DispatchTeam team, dispatch::RowsSlot& slot) {
   if (common.phases & kStagePhase) stage_tokens(common, rank, state, StageUntil::done);
   if (!team.has(state.cta) || !team.is_dedicated()) return;
-  dispatch_rows(common, rank, state, team);
+  dispatch_rows(common, rank, state, team, slot);
   say_dispatched<kClusterSize>(state);
 }
 // A warp of the cluster's first CTA. False: gave up.
@@ -313,7 +330,8 @@ __device__ __forceinline__ bool begin_pass(const Common& common, const Rank& ran
   come_late(common.faults, rank.me);
 
   initialise_pass_barriers<kClusterSize>(state);
-  expert::initialise_barriers<kClusterSize>(shared);  // and hands all of them to the cluster
+  // And hands all of them to the cluster.
+  expert::initialise_barriers<kClusterSize>(shared, common.gathers);
   if (threadIdx.x == 0) {
     open_pass(common, rank, cta, state);
     choose_staged(common, rank, state);

@@ -39,7 +39,7 @@ struct PassState {
   uint32_t slab_tiles[pipeline::kMaxSlabs];        // tiles of this CTA not yet handed over
   pipeline::BlockTable table;
   schedule::Cta cta;
-  dispatch::RowsSlot rows_slots[kMaxDispatchWarps];
+  dispatch::RowsSlot rows_slots[4 - kFirstDispatchWarp];  // rows_slot()
   uint64_t dispatched;     // mbarrier: this cluster's dedicated warps have no rows left
   StagedTokens staged[2];  // the first num_staged of them
   int32_t num_staged;      // 0: nothing is copied

@@ -17,6 +17,10 @@ template <class Word, cuda::thread_scope kScope>
 __device__ __forceinline__ Word load_acquire(const Word* word) {
   return cuda::atomic_ref<Word, kScope>(*const_cast<Word*>(word)).load(cuda::memory_order_acquire);
 }
+__device__ __forceinline__ uint64_t load_relaxed_gpu(const uint64_t* word) {
+  return cuda::atomic_ref<uint64_t, cuda::thread_scope_device>(*const_cast<uint64_t*>(word))
+      .load(cuda::memory_order_relaxed);
+}
 __device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* counter) {
   return load_acquire<uint32_t, cuda::thread_scope_device>(counter);
 }

@@ -44,6 +44,11 @@ struct Pull {
   int64_t saved_blocks, x_ring_blocks, minibatch_blocks, fc1_tiles, hidden, top_k;
   uint32_t* x_ready;         // [groups]
   const uint32_t* fc1_done;  // [blocks]
+  // [routed_blocks * 128] or null. (epoch, place) of each row: in 16-byte chunks from own_x, or
+  // with kInRing from x_ring. Then only rows that were not pulled yet are copied, no slot is used
+  // again.
+  uint64_t* places;
+  static constexpr uint32_t kInRing = 1u << 31;
 
   __device__ __forceinline__ int32_t num_quarters() const {
     return static_cast<int32_t>(pipeline::num_dispatch_units(*table) * kQuarters);
@@ -147,7 +152,7 @@ struct Quarter {
 
 // An earlier block of this pass lies where the quarter goes.
 __device__ __forceinline__ bool is_used_slot(const Pull& p, const Quarter& q) {
-  return q.block - p.x_ring_blocks >= p.table->shared_blocks;
+  return p.places == nullptr && q.block - p.x_ring_blocks >= p.table->shared_blocks;
 }
 
 // Row lane, of another rank: from where it was pulled to for another expert, if it was.
@@ -177,6 +182,15 @@ __device__ __forceinline__ Quarter take(const Pull& p, const RowsSlot& slot, int
     q.source = source_of(p, slot.rank[lane_idx], slot.route[lane_idx]);
     if (q.is_remote && p.pulled != nullptr && !is_used_slot(p, q))
       find_pulled(p, slot, lane_idx, q);
+    if (p.places != nullptr) {
+      const bool is_own = slot.rank[lane_idx] == p.table->me.v;
+      const auto* plane = reinterpret_cast<const uint4*>(is_own ? p.own_x : p.x_ring);
+      const int64_t at = q.is_remote ? row * (p.hidden / 8) : q.source - plane;
+      cuda::atomic_ref<uint64_t, cuda::thread_scope_device>(p.places[row])
+          .store(uint64_t{p.epoch} << 32 | static_cast<uint32_t>(at) | (is_own ? 0 : Pull::kInRing),
+                 cuda::memory_order_relaxed);
+      if (!q.is_remote) q.source = nullptr;  // it stays where it is
+    }
   }
   __syncwarp();  // all have read the slot
   return q;
@@ -221,6 +235,7 @@ __device__ __forceinline__ void copy_rows(const Pull& p, const Quarter& q, int32
     return reinterpret_cast<uint4*>(rows) + (block * pipeline::kBlockRows + q.begin) * num_chunks;
   };
   uint4* to = at(p.x_ring, slot);
+  if (p.places != nullptr && !__any_sync(~0u, q.source != nullptr)) return;
   const uint4* source[kQuarterRows];
   share_sources(q, source);
   copy_quarter(source, to, num_chunks, lane_idx);

@@ -18,6 +18,7 @@
 #include "moxie/device/cluster.cuh"
 #include "moxie/device/setmaxnreg.cuh"
 #include "moxie/device/wgmma.cuh"
+#include "moxie/expert/gather_cuda.cuh"
 #include "moxie/expert/grouped_gemm_types_cuda.cuh"
 
 namespace moxie::expert {
@@ -79,26 +80,11 @@ __device__ __forceinline__ void arm_ticket_slot(Shared& shared, uint32_t slot_id
 
 // ---- loading warp ----
 
-// One lane: one K block of a tile. False: gave up.
-template <int kClusterSize, class Shared>
-__device__ __forceinline__ bool load_stage(Shared& shared, const GemmOperands& operands,
-                                           const Tile& tile, int32_t k,
-                                           const RingPosition<kNumStages>& stage,
-                                           const device::WaitLimits& limits) {
-  // Signalled by the consumer warps of every CTA that reads what is written here: all have read the
-  // stage's previous contents.
-  if (!device::mbarrier_wait(&shared.stage_empty[stage.slot_idx()], stage.parity() ^ 1, limits,
-                             {kWaitStageEmpty, stage.slot_idx(), stage.parity() ^ 1})) {
-    return false;
-  }
-  uint64_t* full = &shared.stage_full[stage.slot_idx()];
-  bf16* b = shared.b[stage.slot_idx()];
+// One lane: both halves of B's K block.
+template <int kClusterSize>
+__device__ __forceinline__ void load_b(const GemmOperands& operands, const Tile& tile, int32_t k,
+                                       int32_t column, bf16* b, uint64_t* full) {
   constexpr int kHalf = BLOCK_N / 2 * BLOCK_K;
-  const int32_t column = tile.n_tile * operands.n_step;
-  ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
-                                 uint32_t{kStageBytes});
-  ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, shared.a[stage.slot_idx()],
-                            &operands.a, {k, tile.row_begin, 0}, full);
   if (kClusterSize == 2 && tile.kind == kSharedB) {
     // Each CTA fetches one half and sends it to both CTAs: to the same addresses, counted by the
     // barriers of both.
@@ -112,6 +98,27 @@ __device__ __forceinline__ bool load_stage(Shared& shared, const GemmOperands& o
     ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, b + kHalf, &operands.b[1],
                               {k, column + operands.half_offset, tile.expert_idx}, full);
   }
+}
+
+// One lane: one K block of a tile. False: gave up.
+template <int kClusterSize, class Shared>
+__device__ __forceinline__ bool load_stage(Shared& shared, const GemmOperands& operands,
+                                           const Tile& tile, int32_t k,
+                                           const RingPosition<kNumStages>& stage,
+                                           const device::WaitLimits& limits) {
+  // Signalled by the consumer warps of every CTA that reads what is written here: all have read the
+  // stage's previous contents.
+  if (!device::mbarrier_wait(&shared.stage_empty[stage.slot_idx()], stage.parity() ^ 1, limits,
+                             {kWaitStageEmpty, stage.slot_idx(), stage.parity() ^ 1})) {
+    return false;
+  }
+  uint64_t* full = &shared.stage_full[stage.slot_idx()];
+  ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
+                                 uint32_t{kStageBytes});
+  ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, shared.a[stage.slot_idx()],
+                            &operands.a, {k, tile.row_begin, 0}, full);
+  load_b<kClusterSize>(operands, tile, k, tile.n_tile * operands.n_step, shared.b[stage.slot_idx()],
+                       full);
   return true;
 }
 
@@ -122,19 +129,65 @@ __device__ __forceinline__ int32_t stages_of(const Operands& operands, const Til
          (Operands::has_epilogue_stages(tile) ? Operands::kNumEpilogueStages : 0);
 }
 
-// One lane: all stages of a tile. False: gave up.
+// One lane: all stages of a tile. arrives_for_gather: also in place of the gathering warp, which
+// has nothing to do with this tile. False: gave up.
 template <int kClusterSize, class Shared, class Operands>
 __device__ __forceinline__ bool load_tile(Shared& shared, const Operands& operands,
                                           const Tile& tile, RingPosition<kNumStages>& stage,
-                                          const device::WaitLimits& limits) {
+                                          const device::WaitLimits& limits,
+                                          bool arrives_for_gather = false) {
   bool healthy = true;
   const int32_t num_stages = stages_of(operands, tile);
 #pragma unroll 1
   for (int32_t k_block = 0; healthy && k_block < num_stages; ++k_block) {
     healthy = load_stage<kClusterSize>(shared, operands, tile, k_block * BLOCK_K, stage, limits);
+    if (arrives_for_gather && healthy)
+      ptx::mbarrier_arrive(&shared.stage_full[stage.slot_idx()], uint32_t{kGatherArrivals});
     stage.advance();
   }
   return healthy;
+}
+
+// ---- rows of A that are gathered (gather_cuda.cuh) ----
+
+// Parameters may have a policy `gather`: is_on() says whether the launch has a gathering warp,
+// gathers(tile), where rows() and first_row(tile) lie, is_past(tile) that no gathered tile comes
+// any more.
+template <class Params>
+concept Gathers = requires(const Params& params) {
+  params.gather;
+};
+
+// The loading lane to the gathering warp: its next tile. No K blocks: the last word.
+template <class Shared>
+__device__ __forceinline__ void post_gathered(Shared& shared, uint32_t slot_idx,
+                                              const GatheredTile& tile) {
+  shared.gathered[slot_idx] = tile;
+  ptx::mbarrier_arrive(&shared.gather_posted[slot_idx]);
+}
+
+// One lane: B's stages of a tile whose A is gathered. False: gave up.
+template <int kClusterSize, class Shared>
+__device__ __forceinline__ bool load_gathered_tile(Shared& shared, const GemmOperands& operands,
+                                                   const Tile& tile,
+                                                   RingPosition<kNumStages>& stage,
+                                                   const device::WaitLimits& limits) {
+  const int32_t end_k = stages_of(operands, tile) * BLOCK_K, column = tile.n_tile * operands.n_step;
+#pragma unroll 1
+  for (int32_t k = 0; k < end_k; k += BLOCK_K) {
+    const uint32_t stage_idx = stage.slot_idx(), empty_parity = stage.parity() ^ 1;
+    uint64_t* full = &shared.stage_full[stage_idx];
+    // Signalled as in load_stage().
+    if (!device::mbarrier_wait(&shared.stage_empty[stage_idx], empty_parity, limits,
+                               {kWaitStageEmpty, stage_idx, empty_parity}))
+      return false;
+    // The other arrivals are the gathering warp's.
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
+                                   uint32_t{BLOCK_N * BLOCK_K * sizeof(bf16)});
+    load_b<kClusterSize>(operands, tile, k, column, shared.b[stage_idx], full);
+    stage.advance();
+  }
+  return true;
 }
 
 // Warp 0: keeps the stages full, tile by tile.
@@ -144,19 +197,45 @@ __device__ __forceinline__ void load_tiles(const Params& params, Shared& shared)
   const bool is_issuer = threadIdx.x % 32 == 0;
   RingPosition<kNumStages> stage;
   RingPosition<kNumTicketSlots> slot;
+  RingPosition<kNumGatherSlots> posted;
+  bool told_last = false;
   Tile tile;
   bool healthy = true;
   while (healthy && read_tile<kClusterSize, kTells>(shared, slot, params.limits, tile)) {
     if (is_issuer) {
       arm_ticket_slot<kClusterSize>(shared, slot.slot_idx());
       ptx::mbarrier_arrive(&shared.tile_begun);
-      healthy = params.readiness.wait(tile, params.limits);
-      if (healthy)
-        healthy = load_tile<kClusterSize>(shared, params.operands[tile.product], tile, stage,
-                                          params.limits);
+      const auto& operands = params.operands[tile.product];
+      if constexpr (Gathers<Params>) {
+        const bool is_gathered = params.gather.gathers(tile);
+        const uint32_t posted_idx = posted.slot_idx();
+        if (is_gathered) {
+          post_gathered(shared, posted_idx,
+                        {tile, slot.count, stage.count, k_blocks_of(operands, tile)});
+          posted.advance();
+        } else if (!told_last && params.gather.is_past(tile)) {
+          post_gathered(shared, posted_idx, {});
+          told_last = true;
+        }
+        healthy = params.readiness.wait(tile, params.limits);
+        if (healthy && is_gathered) {
+          ptx::mbarrier_arrive(&shared.gather_ready[posted_idx]);  // releases what it acquired, too
+          healthy = load_gathered_tile<kClusterSize>(shared, operands, tile, stage, params.limits);
+        } else if (healthy) {
+          healthy = load_tile<kClusterSize>(shared, operands, tile, stage, params.limits,
+                                            params.gather.is_on());
+        }
+      } else {
+        healthy = params.readiness.wait(tile, params.limits) &&
+                  load_tile<kClusterSize>(shared, operands, tile, stage, params.limits);
+      }
     }
     healthy = __shfl_sync(~0u, healthy, 0);
     slot.advance();
+  }
+  if constexpr (Gathers<Params>) {
+    if (is_issuer && !told_last && params.gather.is_on())
+      post_gathered(shared, posted.slot_idx(), {});
   }
 }
 
@@ -225,12 +304,14 @@ template <Majors kMajors, class Shared>
 __device__ __forceinline__ bool multiply_stage(float (&acc)[128], Shared& shared,
                                                const RingPosition<kNumStages>& stage,
                                                int32_t warpgroup_idx, bool is_first,
-                                               const device::WaitLimits& limits) {
-  // Signalled by the byte counts of the stage's copies: A and B of this K block are in shared
-  // memory.
+                                               const device::WaitLimits& limits,
+                                               bool is_gathered = false) {
+  // Signalled by the byte counts of the stage's copies, and by the gathering warp's lanes: A and B
+  // of this K block are in shared memory.
   const bool healthy =
       device::mbarrier_wait(&shared.stage_full[stage.slot_idx()], stage.parity(), limits,
                             {kWaitStageFull, stage.slot_idx(), stage.parity()});
+  if (is_gathered) ptx::fence_proxy_async(ptx::space_shared);
   multiply_block<kMajors == Majors::mn_mn ? Major::mn : Major::k,
                  kMajors == Majors::k_k ? Major::k : Major::mn>(
       acc, shared.a[stage.slot_idx()] + warpgroup_idx * (64 * BLOCK_K), shared.b[stage.slot_idx()],
@@ -333,6 +414,8 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
       continue;
     }
     const int32_t num_k_blocks = k_blocks_of(operands, tile);
+    bool is_gathered = false;
+    if constexpr (Gathers<Params>) is_gathered = params.gather.gathers(tile);
     bool healthy = true, is_fresh = true;
     float acc[128];
     if constexpr (Epilogue::kResumes) {
@@ -353,7 +436,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
       for (int piece = 0; piece < kNumDeferred;
            ++piece) {  // K blocks beside which a piece is stored
         healthy &= multiply_stage<kMajors>(acc, shared, stage, warpgroup_idx,
-                                           is_fresh && piece == 0, params.limits);
+                                           is_fresh && piece == 0, params.limits, is_gathered);
         if (kHasEpilogueStages && piece == 0 && packed_tile.num_rows > 0 &&
             Operands::has_epilogue_stages(packed_tile)) {
           release_stored_stage<kClusterSize, 0>(shared, stage.previous_slot_idx(), lane_idx,
@@ -379,7 +462,8 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
         prepared = {};
 #pragma unroll 1
       for (int32_t k_block = kNumDeferred; k_block < num_k_blocks; ++k_block) {
-        healthy &= multiply_stage<kMajors>(acc, shared, stage, warpgroup_idx, false, params.limits);
+        healthy &= multiply_stage<kMajors>(acc, shared, stage, warpgroup_idx, false, params.limits,
+                                           is_gathered);
         device::wgmma_wait_group<1>();
         release_stage<kClusterSize>(shared, stage.previous_slot_idx(), lane_idx, stage_empty);
         stage.advance();
@@ -443,14 +527,20 @@ __device__ __forceinline__ void multiply_tiles(const Params& params, Shared& sha
 template <int kClusterSize>
 inline constexpr int kNumTicketReaders = (1 + kNumConsumerWarps) * (kClusterSize == 1 ? 32 : 2);
 
+// gathers: a warp of its own fetches A of some tiles, and arrives at each of their stages.
 template <int kClusterSize, class Shared>
-__device__ __forceinline__ void initialise_barriers(Shared& shared) {
+__device__ __forceinline__ void initialise_barriers(Shared& shared, bool gathers = false) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < kNumStages; ++i) {
-      ptx::mbarrier_init(&shared.stage_full[i], 1);  // the producer lane, plus the copies' bytes
+      // the producer lane, plus the copies' bytes
+      ptx::mbarrier_init(&shared.stage_full[i], 1 + (gathers ? kGatherArrivals : 0));
       ptx::mbarrier_init(&shared.stage_empty[i], kNumConsumerWarps * kClusterSize);
     }
     ptx::mbarrier_init(&shared.tile_begun, 1);
+    for (int i = 0; i < kNumGatherSlots; ++i) {
+      ptx::mbarrier_init(&shared.gather_posted[i], 1);
+      ptx::mbarrier_init(&shared.gather_ready[i], 1);
+    }
     for (int i = 0; i < kNumTicketSlots; ++i) {
       ptx::mbarrier_init(&shared.ticket_full[i], 1);
       ptx::mbarrier_init(&shared.ticket_read[i], kNumTicketReaders<kClusterSize>);

@@ -85,7 +85,19 @@ enum WaitSite : uint32_t {
   kWaitTicket,
   kWaitTileBegun,
   kWaitReadiness,
-  kWaitTicketRead
+  kWaitTicketRead,
+  kWaitGathered
+};
+
+// A tile whose rows of A a warp of their own fetches: from stage stage_count on. Two slots: a tile
+// is posted when at least kMinKBlocks stages of the one before are, so those of the one before that
+// were read.
+inline constexpr int kNumGatherSlots = 2;
+inline constexpr uint32_t kGatherArrivals = 32;  // per stage, one a lane
+struct GatheredTile {
+  Tile tile;  // as its ticket says it
+  uint32_t ticket_count, stage_count;
+  int32_t num_k_blocks;  // 0: no tile, the last word
 };
 
 template <class Schedule>
@@ -98,6 +110,9 @@ struct alignas(1024) GemmShared {
   uint64_t ticket_full[kNumTicketSlots];
   uint64_t ticket_read[kNumTicketSlots];  // of CTA 0, where the ticket warp only posts
   uint64_t tile_begun;
+  uint64_t gather_posted[kNumGatherSlots], gather_ready[kNumGatherSlots];
+  GatheredTile gathered[kNumGatherSlots];
+  uint32_t places[BLOCK_M];  // of the gathering warp
   Tile tickets[kNumTicketSlots];
   typename Schedule::Shared schedule;
 };

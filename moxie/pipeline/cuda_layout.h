@@ -36,10 +36,24 @@ inline bool backward_pulls_once(const Problem& p) {
   return p.num_ranks > 1 && p.num_ranks * p.max_tokens <= INT32_MAX;
 }
 
+// The forward's FC1 fetches each row from where its token lies, instead of from a ring with a copy
+// for each expert: where no token has to be pulled twice, nobody keeps the rows, and a row is not
+// loaded so often (by every column tile of FC1) that a copy costs less than to fetch it
+// (docs/decisions/012-gathered-rows.md). (Places are kept in 31 bits, in 16-byte chunks.)
+inline constexpr std::int64_t kMaxGatheredLoads = 16;
+inline bool gathers_rows(const Problem& p, const Plan& plan) {
+  const std::int64_t rows = max64(p.max_tokens, plan.capacity_rows);
+  return num_fc1_tiles(p.intermediate) <= kMaxGatheredLoads &&
+         plan.dispatch == DispatchMode::pull && plan.save != SavePolicy::z_and_x &&
+         (p.num_ranks == 1 || pulls_once(p, plan)) &&
+         rows * p.hidden * size_bytes(p.dtype) / 16 <= INT32_MAX;
+}
+
 struct CudaWorkspaceLayout {
   Region sort_counts;          // i32 [kMaxSortCtas, E]
   Region result;               // ScheduleResult
   Region pulled;               // u64 [R, T_max] of dispatch, where a token is pulled once
+  Region row_places;           // u64 [routed_blocks * 128] forward, where rows are gathered
   Region words;                // PassWords [2]: two banks, like the counters
   Region step_pair;            // i64 [steps + 1] backward, clusters of two: pairs.h
   Region dy_bias;              // f32 [routed_blocks * 128] backward: dY . bd of each row
@@ -55,6 +69,7 @@ inline CudaWorkspaceLayout cuda_workspace_layout(const Problem& p, const Plan& p
   l.result = pack.take(sizeof(ScheduleResult));
   const bool once = pulls_once(p, plan) || backward_pulls_once(p);
   l.pulled = pack.take(once ? p.num_ranks * p.max_tokens * 8 : 0);
+  l.row_places = pack.take(gathers_rows(p, plan) ? plan.capacity_rows * 8 : 0);
   l.words = pack.take(2 * sizeof(PassWords));
   l.step_pair = pack.take((2 * extents(p, plan).chunks + plan.lag_chunks + 2) * 8);
   l.dy_bias = pack.take(p.expert_bias ? plan.capacity_rows * 4 : 0);

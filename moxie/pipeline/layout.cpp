@@ -67,6 +67,7 @@ std::vector<NamedBytes> cuda_buffer_bytes(const Problem& problem, const Plan& pl
   table.insert(table.end(), {{"cuda.sort_counts", c.sort_counts.num_bytes},
                              {"cuda.words", c.result.num_bytes + c.words.num_bytes},
                              {"cuda.pulled", c.pulled.num_bytes},
+                             {"cuda.row_places", c.row_places.num_bytes},
                              {"cuda.step_pair", c.step_pair.num_bytes},
                              {"cuda.dy_bias", c.dy_bias.num_bytes}});
   return with_total(std::move(table), h.num_bytes + c.num_bytes);
