@@ -447,11 +447,6 @@ TEST(PipelineLayout, WhatOnlyTheGpuKeeps) {
     end = region.offset + region.num_bytes;
   }
   EXPECT_EQ(l.num_bytes, align_up(end, kRegionAlign));
-  Problem broad = p;
-  broad.intermediate = 16 * 128;
-  EXPECT_TRUE(gathers(broad, {}));
-  broad.intermediate += 8;  // loaded 17 times
-  EXPECT_FALSE(gathers(broad, {}));
   Problem alone = p;
   alone.num_ranks = 1;
   alone.expert_bias = false;
