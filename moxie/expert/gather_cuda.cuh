@@ -11,6 +11,7 @@
 #include <cuda/ptx>
 
 #include "moxie/device/bounded_wait.cuh"
+#include "moxie/device/cp_async.cuh"
 #include "moxie/device/signal.cuh"
 #include "moxie/expert/grouped_gemm_types_cuda.cuh"
 
@@ -28,14 +29,6 @@ struct RowPlaces {
   uint32_t epoch;
   int32_t num_columns;
 };
-
-template <int kFromOffset>
-__device__ __forceinline__ void copy_chunk_async(uint32_t to, const uint4* from,
-                                                 uint32_t num_bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1 + %3], 16, %2;" ::"r"(to), "l"(from),
-               "r"(num_bytes), "n"(kFromOffset)
-               : "memory");
-}
 
 // The whole warp: the places of a tile's rows, to shared memory; kUnknown of those that dispatch
 // has not written yet. (No row lies there: a row has more than one chunk.)
@@ -98,7 +91,7 @@ class GatheredRows {
         k + static_cast<int32_t>(threadIdx.x) % 8 * 8 < num_columns_ ? 16 : 0;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i)
-      copy_chunk_async<kStep * kStepBytes>(
+      device::cp_async_16<kStep * kStepBytes>(
           to + i * (kRowsPerCopy * 128) + (i % 2 == 0 ? even_ : odd_), source_[i], num_bytes);
     ptx::cp_async_mbarrier_arrive_noinc(full);
   }

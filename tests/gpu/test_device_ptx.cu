@@ -7,6 +7,7 @@
 #include "gpu_test.h"
 #include "moxie/device/bounded_wait.cuh"
 #include "moxie/device/cluster.cuh"
+#include "moxie/device/cp_async.cuh"
 #include "moxie/device/ldmatrix.cuh"
 #include "moxie/device/setmaxnreg.cuh"
 #include "moxie/device/stmatrix.cuh"
@@ -146,6 +147,48 @@ TEST(DevicePtx, ldmatrix_x4) {
     for (uint32_t i = 0; i < 4; ++i) {
       const uint32_t first = i * 64 + lane / 4 * 8 + lane % 4 * 2;
       ASSERT_EQ(first | (first + 1) << 16, values[lane * 4 + i]);
+    }
+  }
+}
+
+// ---- cp.async ----
+
+constexpr int kCopied = 32 * 16;
+__global__ void cp_async_kernel(const uint8_t* in /* [64 + kCopied] */,
+                                uint8_t* out /* [kCopied] */, int* gave_up) {
+  __shared__ __align__(16) uint8_t copied[kCopied];
+  __shared__ uint64_t arrived;
+  if (threadIdx.x == 0) ptx::mbarrier_init(&arrived, 32);
+  for (int i = 0; i < 16; ++i) copied[16 * threadIdx.x + i] = 0xFF;
+  __syncthreads();
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(copied + 16 * threadIdx.x));
+  device::cp_async_16<64>(to, in + 16 * threadIdx.x, threadIdx.x % 17);
+  ptx::cp_async_mbarrier_arrive_noinc(&arrived);
+  int tries = 0;
+  while (!ptx::mbarrier_test_wait_parity(&arrived, 0) && tries < 1'000'000) ++tries;
+  if (tries == 1'000'000) *gave_up = 1;
+  for (int i = 0; i < 16; ++i) out[16 * threadIdx.x + i] = copied[16 * threadIdx.x + i];
+}
+
+// Lane n copies n % 17 bytes from an offset, zeros after them, and all are there when the barrier
+// says so.
+TEST(DevicePtx, cp_async_16) {
+  MOXIE_NEEDS_GPU();
+  std::vector<uint8_t> in(64 + kCopied);
+  const unsigned seed = std::random_device{}();
+  std::printf("seed %u\n", seed);
+  std::mt19937 random(seed);
+  for (auto& x : in) x = static_cast<uint8_t>(1 + random() % 255);
+  DeviceBuffer<uint8_t> device_in(in), device_out(kCopied);
+  DeviceBuffer<int> gave_up(std::vector<int>{0});
+  cp_async_kernel<<<1, 32>>>(device_in.get(), device_out.get(), gave_up.get());
+  MOXIE_CUDA(cudaDeviceSynchronize());
+  EXPECT_EQ(gave_up.to_host()[0], 0);
+  const std::vector<uint8_t> out = device_out.to_host();
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int i = 0; i < 16; ++i) {
+      EXPECT_EQ(out[16 * lane + i], i < lane % 17 ? in[64 + 16 * lane + i] : 0)
+          << "lane " << lane << ", byte " << i;
     }
   }
 }
