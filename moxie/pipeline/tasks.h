@@ -273,7 +273,9 @@ struct BackwardTiling {
 };
 inline constexpr BackwardTiling kGpuBackwardTiling{kWideDgradTileCols, true, true};
 // One in so many chunks is postponed. H200, rows of one of two ranks, ms for none, 8, 4, 3, 2:
-// qwen3 4.06, 4.05, 4.03, 4.01, 4.03; gpt-oss 10.30, -, 10.19, 10.15, 10.13.
+// qwen3 4.06, 4.05, 4.03, 4.01, 4.03; gpt-oss 10.30, -, 10.19, 10.15, 10.13. Where z is made again,
+// none: dgrad waits for z, and the weight gradients beside it are what there is to do meanwhile
+// (both ranks' rows, none and 3: qwen3 6.19, 6.65; gpt-oss 16.43, 16.63; kimi 20.8, 20.4).
 inline constexpr std::int64_t kChunksPerPostponed = 3;
 
 MOXIE_HD constexpr BackwardStream backward_stream(const Problem& p, const Plan& plan,
@@ -290,7 +292,7 @@ MOXIE_HD constexpr BackwardStream backward_stream(const Problem& p, const Plan& 
   s.wgrad = {p.hidden, p.intermediate};
   s.lag = plan.lag_chunks;
   s.band = plan.band_blocks;
-  if (tiling.postpones && plan.lag_chunks < chunks.num_chunks) {
+  if (tiling.postpones && plan.save != SavePolicy::none && plan.lag_chunks < chunks.num_chunks) {
     s.postponed = max64(chunks.num_chunks / kChunksPerPostponed, 1);
     // Nobody waits for slots that are not used again.
     while (s.postponed > 1 && chunks.chunk_block[chunks.num_chunks - s.postponed] <
