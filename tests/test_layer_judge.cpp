@@ -107,6 +107,18 @@ TEST(JudgeRule, OneWrongRowPassesTheNormAlone) {
   EXPECT_FALSE(close_to("y", ref, got, 64, tolerance_of(DType::bf16)));
 }
 
+TEST(JudgeRule, SumsOfOneRowMayBeOffByMoreInAnElement) {
+  std::vector<double> ref(128, 1.0), got = ref;
+  got[5] += 0.06;
+  got[70] += 0.06;
+  const std::vector<std::int64_t> one_each = {1, 1}, one_and_two = {1, 2};
+  EXPECT_FALSE(close_to("d_gate", ref, got, 64, {1, 2e-2}));
+  EXPECT_TRUE(close_to("d_gate", ref, got, 64, {1, 2e-2}, {}, one_each));
+  EXPECT_FALSE(close_to("d_gate", ref, got, 64, {1, 2e-2}, {}, one_and_two));
+  got[5] += 0.06;
+  EXPECT_FALSE(close_to("d_gate", ref, got, 64, {1, 2e-2}, {}, one_each));
+}
+
 TEST(JudgeRule, ZeroRowsMustBeExact) {
   std::vector<double> ref(128, 1.0), got = ref;
   std::fill(ref.begin() + 64, ref.end(), 0.0);

@@ -24,9 +24,13 @@ struct Tolerance {
 Tolerance tolerance_of(DType storage);
 
 // `group` elements share one rms; 0: the whole tensor. `squares`: empty, or one per element.
+// `terms`: empty, or how many rows each group is a sum over: of one row an element may be off by
+// twice as much, because its factors' error is multiplied by whatever the other factor is, three
+// rms or more.
 ::testing::AssertionResult close_to(const std::string& what, std::span<const double> ref,
                                     std::span<const double> got, std::int64_t group, Tolerance tol,
-                                    std::span<const double> squares = {});
+                                    std::span<const double> squares = {},
+                                    std::span<const std::int64_t> terms = {});
 
 // What the oracle says about a case: global tensors, but shared-expert gradients per rank, for
 // every rank sees only its own tokens.
