@@ -13,22 +13,6 @@ namespace moxie::expert {
 
 // ---- a stage, piece by piece ----
 
-// One lane. Waits until the stage may be overwritten and tells its barrier how many bytes will
-// come. False: gave up.
-template <class Shared>
-__device__ __forceinline__ bool open_stage(Shared& shared, const RingPosition<kNumStages>& stage,
-                                           uint32_t num_bytes, const device::WaitLimits& limits) {
-  // Signalled by the consumer warps of every CTA that reads what is written here: all have read the
-  // stage's previous contents.
-  if (!device::mbarrier_wait(&shared.stage_empty[stage.slot_idx()], stage.parity() ^ 1, limits,
-                             {kWaitStageEmpty, stage.slot_idx(), stage.parity() ^ 1})) {
-    return false;
-  }
-  ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
-                                 &shared.stage_full[stage.slot_idx()], num_bytes);
-  return true;
-}
-
 // B [64 rows of K, 256 columns]: both halves, or one half to both CTAs. coordinates(half) are the
 // map's.
 template <int kClusterSize, class Coordinates>

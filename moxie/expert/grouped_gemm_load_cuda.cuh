@@ -13,6 +13,22 @@
 
 namespace moxie::expert {
 
+// One lane. Waits until the stage may be overwritten and tells its barrier how many bytes will
+// come. False: gave up.
+template <class Shared>
+__device__ __forceinline__ bool open_stage(Shared& shared, const RingPosition<kNumStages>& stage,
+                                           uint32_t num_bytes, const device::WaitLimits& limits) {
+  // Signalled by the consumer warps of every CTA that reads what is written here: all have read the
+  // stage's previous contents.
+  if (!device::mbarrier_wait(&shared.stage_empty[stage.slot_idx()], stage.parity() ^ 1, limits,
+                             {kWaitStageEmpty, stage.slot_idx(), stage.parity() ^ 1})) {
+    return false;
+  }
+  ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
+                                 &shared.stage_full[stage.slot_idx()], num_bytes);
+  return true;
+}
+
 // One lane: both halves of B's K block.
 template <int kClusterSize>
 __device__ __forceinline__ void load_b(const GemmOperands& operands, const Tile& tile, int32_t k,
@@ -39,15 +55,8 @@ __device__ __forceinline__ bool load_stage(Shared& shared, const GemmOperands& o
                                            const Tile& tile, int32_t k,
                                            const RingPosition<kNumStages>& stage,
                                            const device::WaitLimits& limits) {
-  // Signalled by the consumer warps of every CTA that reads what is written here: all have read the
-  // stage's previous contents.
-  if (!device::mbarrier_wait(&shared.stage_empty[stage.slot_idx()], stage.parity() ^ 1, limits,
-                             {kWaitStageEmpty, stage.slot_idx(), stage.parity() ^ 1})) {
-    return false;
-  }
+  if (!open_stage(shared, stage, kStageBytes, limits)) return false;
   uint64_t* full = &shared.stage_full[stage.slot_idx()];
-  ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
-                                 uint32_t{kStageBytes});
   ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, shared.a[stage.slot_idx()],
                             &operands.a, {k, tile.row_begin, 0}, full);
   load_b<kClusterSize>(operands, tile, k, tile.n_tile * operands.n_step, shared.b[stage.slot_idx()],
@@ -108,16 +117,10 @@ __device__ __forceinline__ bool load_gathered_tile(Shared& shared, const GemmOpe
   const int32_t end_k = stages_of(operands, tile) * BLOCK_K, column = tile.n_tile * operands.n_step;
 #pragma unroll 1
   for (int32_t k = 0; k < end_k; k += BLOCK_K) {
-    const uint32_t stage_idx = stage.slot_idx(), empty_parity = stage.parity() ^ 1;
-    uint64_t* full = &shared.stage_full[stage_idx];
-    // Signalled as in load_stage().
-    if (!device::mbarrier_wait(&shared.stage_empty[stage_idx], empty_parity, limits,
-                               {kWaitStageEmpty, stage_idx, empty_parity}))
-      return false;
     // The other arrivals are the gathering warp's.
-    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full,
-                                   uint32_t{BLOCK_N * BLOCK_K * sizeof(bf16)});
-    load_b<kClusterSize>(operands, tile, k, column, shared.b[stage_idx], full);
+    if (!open_stage(shared, stage, BLOCK_N * BLOCK_K * sizeof(bf16), limits)) return false;
+    load_b<kClusterSize>(operands, tile, k, column, shared.b[stage.slot_idx()],
+                         &shared.stage_full[stage.slot_idx()]);
     stage.advance();
   }
   return true;
