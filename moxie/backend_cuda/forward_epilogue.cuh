@@ -153,8 +153,8 @@ struct ForwardEpilogue {
     return static_cast<int32_t>(state.shared_blocks) * BLOCK_M;
   }
   __device__ __forceinline__ int32_t hidden_row(const Tile& tile) const {
-    return static_cast<int32_t>((block_of(tile).v - state.shared_blocks) %
-                                state.hidden_ring_blocks) *
+    return static_cast<int32_t>(
+               remainder(block_of(tile).v - state.shared_blocks, state.hidden_ring_blocks)) *
            BLOCK_M;
   }
 

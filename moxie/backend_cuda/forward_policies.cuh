@@ -140,12 +140,13 @@ struct ForwardReadiness {
         healthy = wait_count(common.counters.fc2_done + holder, state.stream.fc2_tiles,
                              WaitFor::hidden_free, holder);
       }
-      tile.row_begin = static_cast<int32_t>(routed % common.plan.x_ring_blocks * BLOCK_M);
+      tile.row_begin = static_cast<int32_t>(remainder(routed, common.plan.x_ring_blocks) * BLOCK_M);
     } else if (tile.product == kFc2) {
       // Signalled by FC1: every column tile of the block's hidden rows is written.
       healthy = wait_count(common.counters.fc1_done + b.v, state.stream.fc1_tiles,
                            WaitFor::fc1_done, b.v);
-      tile.row_begin = static_cast<int32_t>(routed % common.plan.hidden_ring_blocks * BLOCK_M);
+      tile.row_begin =
+          static_cast<int32_t>(remainder(routed, common.plan.hidden_ring_blocks) * BLOCK_M);
     } else if (tile.product == kSharedFc2) {
       healthy = wait_count(common.counters.fc1_done + b.v, state.stream.shared_fc1_tiles,
                            WaitFor::fc1_done, b.v);

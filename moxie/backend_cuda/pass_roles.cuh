@@ -300,7 +300,7 @@ __device__ __forceinline__ void close_pass(const PassCommon& common, const PassR
   if (state.cta.idx == 0 && state.verdict == pipeline::Verdict::go) {
     const int64_t num_words = common.problem.num_ranks * common.num_slabs;
     for (int64_t i = threadIdx.x; healthy && i < num_words; i += blockDim.x) {
-      const int64_t peer = i / common.num_slabs, slab = i % common.num_slabs;
+      const int64_t peer = quotient(i, common.num_slabs), slab = i - peer * common.num_slabs;
       uint64_t word = 0;
       // Signalled by every rank: it has pushed all, so it has pulled all, and reads this heap no
       // more. Until then the next pass must not stage.

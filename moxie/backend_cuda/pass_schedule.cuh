@@ -108,7 +108,7 @@ __device__ __forceinline__ void announce_staged(const PassCommon& common, RankId
   const int64_t num_ranks = common.problem.num_ranks;
 #pragma unroll 1
   for (int64_t i = 1; i < num_ranks; ++i) {
-    const RankId peer{(me.v + i) % num_ranks};
+    const RankId peer{remainder(me.v + i, num_ranks)};
     device::store_release_sys(heap_at<uint64_t>(common, peer, common.heap.x_staged) + me.v,
                               pipeline::make_signal(epoch));
   }
@@ -126,7 +126,7 @@ __device__ __forceinline__ void stage_tokens(const PassCommon& common, const Pas
                                              PassState& state, StageUntil until) {
   if (state.num_staged == 0) return;
   const int64_t hidden = common.problem.hidden, size = schedule::stage_unit_tokens(hidden);
-  const auto units_each = static_cast<uint32_t>(ceil_div(rank.num_tokens, size));
+  const auto units_each = static_cast<uint32_t>(quotient(rank.num_tokens + size - 1, size));
   const uint32_t num_units = units_each * state.num_staged;
   const int32_t lane_idx = threadIdx.x % 32;
 #pragma unroll 1
@@ -157,7 +157,7 @@ __device__ __forceinline__ void raise_everywhere(const PassCommon& common, RankI
                                                  const pipeline::Region& region, uint64_t epoch,
                                                  Verdict verdict) {
   for (int64_t i = threadIdx.x; i < common.problem.num_ranks; i += blockDim.x) {
-    const RankId peer{(me.v + i) % common.problem.num_ranks};
+    const RankId peer{remainder(me.v + i, common.problem.num_ranks)};
     device::store_release_sys(heap_at<uint64_t>(common, peer, region) + me.v,
                               pipeline::make_signal(epoch, static_cast<uint32_t>(verdict)));
   }

@@ -90,7 +90,7 @@ __device__ __forceinline__ void announce_slab(const PassCommon& common, RankId m
   const int64_t num_ranks = common.problem.num_ranks;
 #pragma unroll 1
   for (int64_t i = 0; i < num_ranks; ++i) {
-    const RankId peer{(me.v + i) % num_ranks};
+    const RankId peer{remainder(me.v + i, num_ranks)};
     device::store_release_sys(heap_at<uint64_t>(common, peer, common.heap.returns_done) +
                                   me.v * pipeline::kMaxSlabs + slab,
                               pipeline::make_signal(epoch));

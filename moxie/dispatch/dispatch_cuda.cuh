@@ -229,7 +229,8 @@ __device__ __forceinline__ void share_sources(const Quarter& q,
 }
 
 __device__ __forceinline__ void copy_rows(const Pull& p, const Quarter& q, int32_t lane_idx) {
-  const int64_t routed = p.table->routed_idx(BlockId{q.block}), slot = routed % p.x_ring_blocks;
+  const int64_t routed = p.table->routed_idx(BlockId{q.block}),
+                slot = remainder(routed, p.x_ring_blocks);
   const int32_t num_chunks = static_cast<int32_t>(p.hidden / 8);
   const auto at = [&](bf16* rows, int64_t block) {
     return reinterpret_cast<uint4*>(rows) + (block * pipeline::kBlockRows + q.begin) * num_chunks;

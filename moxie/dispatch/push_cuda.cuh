@@ -99,7 +99,8 @@ __device__ __forceinline__ void copy_rows(const Push& p, const Quarter& q, int32
   };
   const uint4* source[kQuarterRows];
   share_sources(q, source);
-  copy_quarter(source, at(p.at<bf16>(q.to, p.workspace->x_ring), q.block % p.x_ring_blocks),
+  copy_quarter(source,
+               at(p.at<bf16>(q.to, p.workspace->x_ring), remainder(q.block, p.x_ring_blocks)),
                num_chunks, lane_idx);
   bf16* keep = p.keep_x[q.to];
   if (keep == nullptr || q.block >= p.saved_blocks) return;
@@ -110,7 +111,7 @@ __device__ __forceinline__ void note_rows(const Push&, const Quarter&, int32_t) 
 
 // One lane, after every lane's rows: to FC1 and combine of the destination, maybe on another GPU.
 __device__ __forceinline__ void count_rows(const Push& p, const Quarter& q) {
-  device::add_release_sys(p.counter(q.to, p.x_ready + q.block / p.minibatch_blocks),
+  device::add_release_sys(p.counter(q.to, p.x_ready + quotient(q.block, p.minibatch_blocks)),
                           static_cast<uint32_t>(q.num_rows));
 }
 

@@ -67,7 +67,7 @@ struct BlockTable {
   // Sources are taken in rotated order, me first, so that the ranks do not all read from rank 0 at
   // once.
   MOXIE_HD constexpr RankId rotated_source(std::int64_t i) const {
-    return RankId{(me.v + i) % num_ranks};
+    return RankId{remainder(me.v + i, num_ranks)};
   }
 
   // Row `row_in_expert` of a local expert. Row order: (rotated source, token, slot).
@@ -104,7 +104,7 @@ struct PushTable {
       nullptr;  // [num_blocks * R + 1] first unit of (block, rotated destination)
 
   MOXIE_HD constexpr RankId rotated_destination(std::int64_t i) const {
-    return RankId{(me.v + i) % num_ranks};
+    return RankId{remainder(me.v + i, num_ranks)};
   }
   MOXIE_HD constexpr const std::int32_t* expert_block_of(RankId to) const {
     return expert_block + expert_begin(num_experts, num_ranks, to) + to.v;
@@ -132,7 +132,7 @@ struct Minibatch {
 };
 MOXIE_HD constexpr std::int64_t minibatch_of(const BlockTable& t, BlockId b,
                                              std::int64_t minibatch_blocks) {
-  return t.routed_idx(b) / minibatch_blocks;
+  return quotient(t.routed_idx(b), minibatch_blocks);
 }
 MOXIE_HD constexpr Minibatch minibatch(const BlockTable& t, std::int64_t idx,
                                        std::int64_t minibatch_blocks) {

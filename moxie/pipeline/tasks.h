@@ -37,10 +37,11 @@ struct BlockTile {
 // with the column tiles, and so the weights, that the one before it ended with.
 MOXIE_HD constexpr BlockTile raster(std::int64_t i, std::int64_t num_blocks, std::int64_t band,
                                     std::int64_t num_tiles) {
-  const std::int64_t begin = i / (band * num_tiles) * band, in_band = i % (band * num_tiles);
+  const std::int64_t bands = quotient(i, band * num_tiles), begin = bands * band,
+                     in_band = i - begin * num_tiles;
   const std::int64_t height = min64(band, num_blocks - begin);
-  const std::int64_t tile = in_band / height;
-  return {begin + in_band % height, begin / band % 2 == 0 ? tile : num_tiles - 1 - tile};
+  const std::int64_t tile = quotient(in_band, height);
+  return {begin + in_band - tile * height, bands % 2 == 0 ? tile : num_tiles - 1 - tile};
 }
 
 // Everything the forward stream depends on.
@@ -88,8 +89,8 @@ struct ForwardStream {
     const std::int64_t fc1 = routed_blocks * fc1_tiles;
     if (i < fc1) return routed(TaskKind::fc1, raster(i, routed_blocks, band, fc1_tiles));
     i -= fc1;
-    const Range tiles =
-        slab_tiles(slab_of_tile(i / routed_blocks, num_slabs, fc2_tiles), num_slabs, fc2_tiles);
+    const Range tiles = slab_tiles(slab_of_tile(quotient(i, routed_blocks), num_slabs, fc2_tiles),
+                                   num_slabs, fc2_tiles);
     BlockTile at = raster(i - tiles.begin * routed_blocks, routed_blocks, band, tiles.size());
     at.tile += tiles.begin;
     return routed(TaskKind::fc2, at);
@@ -107,12 +108,14 @@ struct ForwardStream {
     const std::int64_t lead_begin = min64(lo * band, routed_blocks);
     const std::int64_t lead_height = min64(band, routed_blocks - lead_begin);
     if (i < lead_height * fc1_tiles) {
-      return routed(TaskKind::fc1, {lead_begin + i % lead_height, i / lead_height});
+      return routed(TaskKind::fc1,
+                    {lead_begin + remainder(i, lead_height), quotient(i, lead_height)});
     }
     i -= lead_height * fc1_tiles;
     const std::int64_t trail_begin = (lo - lag) * band,
                        trail_height = min64(band, routed_blocks - trail_begin);
-    return routed(TaskKind::fc2, {trail_begin + i % trail_height, i / trail_height});
+    return routed(TaskKind::fc2,
+                  {trail_begin + remainder(i, trail_height), quotient(i, trail_height)});
   }
 };
 
@@ -337,7 +340,7 @@ MOXIE_HD constexpr std::int64_t num_push_units(Range rows) {
 }
 // `at`: the (block, rotated destination) whose unit it is
 MOXIE_HD constexpr PushRows push_unit(const PushTable& t, std::int64_t unit, std::int64_t at) {
-  PushRows u = t.rows(at / t.num_ranks, t.rotated_destination(at % t.num_ranks));
+  PushRows u = t.rows(quotient(at, t.num_ranks), t.rotated_destination(remainder(at, t.num_ranks)));
   const std::int64_t skip = (unit - t.unit_begin[at]) * kDispatchUnitRows;
   u.rows = {u.rows.begin + skip, min64(u.rows.begin + skip + kDispatchUnitRows, u.rows.end)};
   u.sorted_idx += skip;
@@ -363,8 +366,8 @@ MOXIE_HD constexpr std::int64_t num_combine_units(const BlockTable& t, std::int6
 }
 MOXIE_HD constexpr CombineUnit combine_unit(const BlockTable& t, std::int64_t unit) {
   const std::int64_t per_slab = num_dispatch_units(t);
-  const DispatchUnit u = dispatch_unit(t, unit % per_slab);
-  return {unit / per_slab, u.block, u.rows};
+  const DispatchUnit u = dispatch_unit(t, remainder(unit, per_slab));
+  return {quotient(unit, per_slab), u.block, u.rows};
 }
 // The count at which slab_done says that all pieces of a slab are home.
 MOXIE_HD constexpr std::int64_t num_slab_pieces(CombineMode combine, const BlockTable& t,
@@ -383,7 +386,7 @@ MOXIE_HD constexpr std::int64_t num_merge_units(std::int64_t num_tokens, std::in
 }
 MOXIE_HD constexpr MergeUnit merge_unit(std::int64_t unit, std::int64_t num_tokens) {
   const std::int64_t per_slab = ceil_div(num_tokens, kTokenUnit);
-  return {unit / per_slab, tile_range(unit % per_slab, kTokenUnit, num_tokens)};
+  return {quotient(unit, per_slab), tile_range(remainder(unit, per_slab), kTokenUnit, num_tokens)};
 }
 
 }  // namespace moxie::pipeline

@@ -50,15 +50,15 @@ MOXIE_HD constexpr std::int64_t num_wgrad_tiles(std::int64_t rows, std::int64_t 
 // nothing: docs/decisions/005-power-and-the-pass.md.)
 MOXIE_HD constexpr Range slab_tiles(std::int64_t slab, std::int64_t num_slabs,
                                     std::int64_t num_tiles) {
-  const std::int64_t base = num_tiles / num_slabs, extra = num_tiles % num_slabs;
+  const std::int64_t base = quotient(num_tiles, num_slabs), extra = num_tiles - base * num_slabs;
   const std::int64_t begin = slab * base + min64(slab, extra);
   return {begin, begin + base + (slab < extra ? 1 : 0)};
 }
 MOXIE_HD constexpr std::int64_t slab_of_tile(std::int64_t tile, std::int64_t num_slabs,
                                              std::int64_t num_tiles) {
-  const std::int64_t base = num_tiles / num_slabs, extra = num_tiles % num_slabs,
+  const std::int64_t base = quotient(num_tiles, num_slabs), extra = num_tiles - base * num_slabs,
                      wide = extra * (base + 1);
-  return tile < wide ? tile / (base + 1) : extra + (tile - wide) / base;
+  return tile < wide ? quotient(tile, base + 1) : extra + quotient(tile - wide, base);
 }
 
 }  // namespace moxie::pipeline
