@@ -8,6 +8,7 @@
 #include <cmath>
 #include <ctime>
 #include <map>
+#include <vector>
 
 #include "moxie/planner/choose.h"
 #include "moxie/planner/studies.h"
@@ -17,19 +18,26 @@ namespace {
 
 double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
 
-// Of the fastest iteration: others are the machine's. Growth counts from the fewest claims that
-// ran.
-void count_growth(benchmark::State& state, bool symmetric, double seconds, double tasks,
+struct Series {
+  std::vector<Direction> directions;
+  bool symmetric = false;
+};
+using Passes = Series (*)();
+
+// Of the fastest iteration: others are the machine's. Growth counts from the fewest claims of the
+// series that ran.
+void count_growth(benchmark::State& state, Passes series, double seconds, double tasks,
                   double units) {
   struct PerNLogN {
     double tasks = 1e9, claims = 1e9;  // seconds
   };
-  static std::map<double, PerNLogN> runs[2];
+  static std::map<Passes, std::map<double, PerNLogN>> all_runs;
+  std::map<double, PerNLogN>& runs = all_runs[series];
   const double n = tasks + units;
   const auto per = [&](double count) { return seconds / (count * std::log(count)); };
-  PerNLogN& best = runs[symmetric][n];
+  PerNLogN& best = runs[n];
   best = {std::min(best.tasks, per(tasks)), std::min(best.claims, per(n))};
-  const PerNLogN& fewest = runs[symmetric].begin()->second;
+  const PerNLogN& fewest = runs.begin()->second;
   state.counters["cpu_s"] = seconds;
   state.counters["tasks"] = tasks;
   state.counters["units"] = units;
@@ -39,7 +47,8 @@ void count_growth(benchmark::State& state, bool symmetric, double seconds, doubl
   state.counters["nlogn_tasks"] = per(tasks) / fewest.tasks;
 }
 
-void simulate_kimi(benchmark::State& state, bool symmetric) {
+void simulate_kimi(benchmark::State& state, Passes passes) {
+  const Series series = passes();
   const Problem p = study_problem("kimi-k2.5", state.range(0), 8192);
   const Plan plan = pipeline::resolve(p, {});
   const Machine m = machine(find_device("gb300"));
@@ -49,8 +58,9 @@ void simulate_kimi(benchmark::State& state, bool symmetric) {
   for (auto _ : state) {
     const double begin = cpu_seconds();
     tasks = units = events = ms = 0;
-    for (const Direction d : {Direction::forward, Direction::backward}) {
-      const SimResult r = simulate(p, plan, routing, m, {.direction = d, .symmetric = symmetric});
+    for (const Direction d : series.directions) {
+      const SimResult r =
+          simulate(p, plan, routing, m, {.direction = d, .symmetric = series.symmetric});
       tasks += static_cast<double>(r.num_tasks);
       units += static_cast<double>(r.num_units);
       events += static_cast<double>(r.num_events);
@@ -58,23 +68,27 @@ void simulate_kimi(benchmark::State& state, bool symmetric) {
     }
     best = std::min(best, cpu_seconds() - begin);
   }
-  count_growth(state, symmetric, best, tasks, units);
+  count_growth(state, passes, best, tasks, units);
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   state.counters["events"] = events;
   state.counters["peak_mb"] = static_cast<double>(usage.ru_maxrss) / 1024;
   state.counters["simulated_ms"] = ms;
 }
-BENCHMARK_CAPTURE(simulate_kimi, all_ranks, false)
-    ->Arg(8)
-    ->Arg(16)
-    ->Arg(32)
-    ->Arg(64)
-    ->Arg(72)
-    ->Arg(128)
-    ->MinTime(2)
-    ->Unit(benchmark::kMillisecond);
-BENCHMARK_CAPTURE(simulate_kimi, one_of_equal, true)
+Series all_ranks() { return {{Direction::forward, Direction::backward}}; }
+// One kind of task per so many of another, whatever the number of ranks; a backward pass has the
+// fewer tiles of weight gradients the fewer experts a rank has.
+Series forward_only() { return {{Direction::forward}}; }
+Series backward_only() { return {{Direction::backward}}; }
+Series one_of_equal() { return {{Direction::forward, Direction::backward}, true}; }
+void growing(benchmark::internal::Benchmark* b) {
+  for (const std::int64_t ranks : {8, 16, 32, 64, 72, 128}) b->Arg(ranks);
+  b->MinTime(2)->Unit(benchmark::kMillisecond);
+}
+BENCHMARK_CAPTURE(simulate_kimi, all_ranks, all_ranks)->Apply(growing);
+BENCHMARK_CAPTURE(simulate_kimi, forward, forward_only)->Apply(growing);
+BENCHMARK_CAPTURE(simulate_kimi, backward, backward_only)->Apply(growing);
+BENCHMARK_CAPTURE(simulate_kimi, one_of_equal, one_of_equal)
     ->Arg(8)
     ->Arg(72)
     ->Arg(384)

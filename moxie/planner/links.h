@@ -15,8 +15,11 @@ struct Server {
   double bytes = 0;
 
   Time serve(Time now, double n, double ps_per_byte) {
+    return serve(now, n, static_cast<Time>(n * ps_per_byte));
+  }
+  Time serve(Time now, double n, Time takes) {
     bytes += n;
-    free = std::max(free, now) + static_cast<Time>(n * ps_per_byte);
+    free = std::max(free, now) + takes;
     return free;
   }
 };

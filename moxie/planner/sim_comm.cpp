@@ -153,7 +153,7 @@ Process Simulation::push_rows(Worker& w) {
     co_await sleep(w, end + (to == r.me ? 0 : flag));
     record(w, trace::Kind::dispatch, unit.block, -1, false, begin, now_);
     used(w, Use::communicate, begin);
-    later(now_ + flag,
+    later(now_ + flag, dest,
           dest.minibatches[static_cast<std::size_t>(unit.block / plan_.minibatch_blocks)].ready,
           static_cast<std::uint32_t>(unit.rows));
   }

@@ -26,7 +26,9 @@ Simulation::Simulation(const Problem& problem, const Plan& plan, const RoutingCo
       row_bytes_(static_cast<double>(problem.hidden * size_bytes(problem.dtype))),
       memory_ps_(1e3 / machine[Field::hbm_gbps]),
       link_ps_(1e3 / machine[Field::link_raw_gbps]),
-      network_ps_(1e3 / machine[Field::network_gbps]) {
+      network_ps_(1e3 / machine[Field::network_gbps]),
+      queue_(pool_, static_cast<std::uint32_t>(options.symmetric ? 1 : problem.num_ranks),
+             shortest_way()) {
   for (std::int64_t r = 0; r < problem.num_ranks; ++r) {
     domain_of_.push_back(
         static_cast<std::int32_t>(r / std::max<std::int64_t>(1, machine.domain_ranks())));
@@ -42,6 +44,11 @@ Simulation::Simulation(const Problem& problem, const Plan& plan, const RoutingCo
     judge_power(r);
     add_workers(r, each);
   }
+}
+
+// From one rank to another.
+Time Simulation::shortest_way() const {
+  return from_us(std::min(machine_[Field::signal_us], machine_[Field::network_us]));
 }
 
 void Simulation::build_rank(std::int64_t index) {
@@ -76,6 +83,8 @@ void Simulation::build_rank(std::int64_t index) {
         static_cast<std::int32_t>(e < 0 ? t.rows(block) : t.rows(block, LocalExpertId{e}));
   }
   build_sources(r);
+  r.minibatches.reserve(
+      static_cast<std::size_t>(ceil_div(r.routed_blocks, plan_.minibatch_blocks)));
   for (std::int64_t i = 0; i < r.routed_blocks; i += plan_.minibatch_blocks) {
     r.minibatches.push_back(
         {{},
@@ -96,6 +105,12 @@ void Simulation::build_rank(std::int64_t index) {
                                r.chunk_after.data(), r.step_ticket.data());
     r.num_tickets = r.backward.num_tickets();
     r.chunks.resize(static_cast<std::size_t>(r.backward.chunks.num_chunks));
+  }
+  for (std::int64_t s = 0; s < num_slabs(); ++s) {
+    const Range tiles =
+        pipeline::slab_tiles(s, num_slabs(), pipeline::num_fc2_tiles(problem_.hidden));
+    r.slabs[static_cast<std::size_t>(s)].pieces_left = pipeline::num_slab_pieces(
+        combine_by_comm() ? CombineMode::comm_workers : CombineMode::epilogue, t, tiles);
   }
   if (combine_by_comm()) r.y_ready.resize(static_cast<std::size_t>(num_slabs() * r.routed_blocks));
   price_tasks(r);

@@ -27,6 +27,7 @@ enum class Step : std::uint8_t {
   rows,        // of w.unit are there
   merge_waits,
   merged,  // the tokens of w.unit
+  end_waits,
 };
 
 // What a turn of a worker reads and writes, in one line of the cache: tens of thousands of workers
@@ -67,7 +68,7 @@ struct Counter {
 };
 // Apart from its worker: whoever raises a counter does not have to fetch the workers one by one.
 struct Waiter {
-  std::uint32_t worker = 0, wanted = 0, next = kNobody;
+  std::uint32_t worker = 0, rank = 0, wanted = 0, next = kNobody;
 };
 // What somebody waits for; no counter: nothing.
 struct Need {
@@ -92,6 +93,12 @@ struct Gathered {
   Counter counter;  // 1 when all have arrived
   std::int64_t arrived = 0;
   Time last = 0;
+};
+
+// What this rank pushes home of a column slab.
+struct Slab {
+  std::int64_t pieces_left = 0;
+  Time last = 0;  // of those pushed
 };
 
 // What a tile asks of its block, in one line of the cache.
@@ -157,8 +164,7 @@ struct alignas(64) RankState {
   std::array<Counter, pipeline::kMaxPhases> phase;
   Gathered inputs_ready, agreement;
   std::array<Gathered, pipeline::kMaxSlabs> returns_done;
-  std::array<std::int64_t, pipeline::kMaxSlabs> slab_pieces{};
-  std::array<Time, pipeline::kMaxSlabs> slab_time{};
+  std::array<Slab, pipeline::kMaxSlabs> slabs;
   double stretch = 1;
   Time end = 0;
 };
@@ -194,7 +200,7 @@ class Simulation {
                                                         : problem_.intermediate);
   }
 
-  void ask_for_next();
+  Time shortest_way() const;
 
   // simulate.cpp, sim_comm.cpp, sim_compute.cpp: one program per worker
   Process program(Worker& w);
@@ -224,6 +230,7 @@ class Simulation {
   bool next_merge(Worker& w);
   void begin_merge(Worker& w);
   bool finish_merge(Worker& w);
+  bool next_end(Worker& w);
   bool take_turn(Worker& w);
   bool leads(const Worker& w) const { return rest(w).idx == 0 && rest(w).role == Role::comm; }
   bool spare(const Worker& w) const { return gpu() && !w.is_cta; }  // warps of another's CTA
@@ -278,7 +285,10 @@ class Simulation {
   Units merge_slabs(Worker& w, std::int64_t end);
   void wake(Worker& w, Time at, Step step) {
     w.step = step;
-    queue_.push(at, id_of(w));
+    queue_.push(at, index_of(*w.rank), id_of(w));
+  }
+  std::uint32_t index_of(const RankState& r) const {
+    return static_cast<std::uint32_t>(&r - ranks_.data());
   }
   std::uint32_t id_of(const Worker& w) const {
     return static_cast<std::uint32_t>(&w - workers_.data());
@@ -292,7 +302,7 @@ class Simulation {
   void append_waiter(Counter& counter, std::uint32_t waiter);
   void waited(Worker& w);
   void add(Counter& counter, std::uint32_t amount);
-  void later(Time time, Counter& counter, std::uint32_t amount);
+  void later(Time time, const RankState& r, Counter& counter, std::uint32_t amount);
   void used(Worker& w, Use use, Time since) { used(w, use, since, now_); }
   void used(Worker& w, Use use, Time since, Time until) {
     w.rank->uses[w.is_cta ? 0 : 1].use[static_cast<std::size_t>(use)] += until - since;
@@ -303,7 +313,7 @@ class Simulation {
   // sim_transfer.cpp
   Time transfer(RankId source, RankId dest, double bytes, WireBytes wire, bool lands_in_memory);
   void raise(const RankState& from, Gathered RankState::*word, Time time);
-  void gather(Gathered& g, Time arrival);
+  void gather(const RankState& r, Gathered& g, Time arrival);
   void announce_slab(const RankState& from, std::int64_t slab, Time time);
   void piece_pushed(RankState& r, std::int64_t slab, Time time);
   Time push_pieces(RankState& r, BlockId b, pipeline::Range rows, double cols);
@@ -352,7 +362,7 @@ class Simulation {
   PoolVector<RankState> ranks_{pool_};             // neither moves: programs hold references
   PoolVector<Worker> workers_{pool_};
   std::vector<WorkerProgram> programs_;  // of workers_
-  EventQueue queue_{pool_};
+  EventQueue queue_;
   struct Delivery {
     Counter* counter = nullptr;
     std::uint32_t amount = 0;

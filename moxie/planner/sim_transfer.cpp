@@ -22,7 +22,7 @@ void Simulation::wait_for(Worker& w, Counter& counter, std::uint32_t wanted, Ste
   } else {
     free_waiter_ = waiters_[at].next;
   }
-  waiters_[at] = {id_of(w), wanted, kNobody};
+  waiters_[at] = {id_of(w), index_of(*w.rank), wanted, kNobody};
   append_waiter(counter, at);
 }
 
@@ -40,6 +40,7 @@ void Simulation::append_waiter(Counter& counter, std::uint32_t at) {
 
 // The wait that began at w.begin is over.
 void Simulation::waited(Worker& w) {
+  now_ = std::max(now_, w.begin);  // raised by a rank that has its turn later in the window
   if (now_ == w.begin) return;
   const auto what = static_cast<WaitFor>(w.waits_for);
   Use use = Use::wait_order;
@@ -82,14 +83,14 @@ void Simulation::add(Counter& counter, std::uint32_t amount) {
       continue;
     }
     __builtin_prefetch(&workers_[waiter.worker]);
-    queue_.push(now_, waiter.worker);
+    queue_.push(now_, waiter.rank, waiter.worker);
     waiter.next = free_waiter_;
     free_waiter_ = at;
   } while (at != last);
 }
 
 // The counter grows at a later time. Deliveries share the queue with the workers, after their ids.
-void Simulation::later(Time time, Counter& counter, std::uint32_t amount) {
+void Simulation::later(Time time, const RankState& r, Counter& counter, std::uint32_t amount) {
   std::uint32_t at = 0;
   if (free_deliveries_.empty()) {
     at = static_cast<std::uint32_t>(deliveries_.size());
@@ -99,7 +100,7 @@ void Simulation::later(Time time, Counter& counter, std::uint32_t amount) {
     free_deliveries_.pop_back();
   }
   deliveries_[at] = {&counter, amount};
-  queue_.push(time, static_cast<std::uint32_t>(workers_.size()) + at);
+  queue_.push(time, index_of(r), static_cast<std::uint32_t>(workers_.size()) + at);
 }
 
 // `bytes` of payload from one rank's memory to another's. Returns when the last byte is there.
@@ -107,14 +108,18 @@ Time Simulation::transfer(RankId source, RankId dest, double bytes, WireBytes wi
                           bool lands_in_memory) {
   RankState& from = at(source);
   RankState& to = at(dest);
-  Time end = from.memory.serve(now_, bytes, memory_ps_);
-  if (lands_in_memory) end = std::max(end, to.memory.serve(now_, bytes, memory_ps_));
+  const auto in_memory = static_cast<Time>(bytes * memory_ps_);
+  Time end = from.memory.serve(now_, bytes, in_memory);
+  if (lands_in_memory) end = std::max(end, to.memory.serve(now_, bytes, in_memory));
   if (source == dest) return end;
   if (same_domain(source, dest)) {
-    end = std::max({end, from.link.out.serve(now_, bytes * wire.forward, link_ps_),
-                    to.link.in.serve(now_, bytes * wire.forward, link_ps_)});
-    to.link.out.serve(now_, bytes * wire.reverse, link_ps_);
-    from.link.in.serve(now_, bytes * wire.reverse, link_ps_);
+    const double forth = bytes * wire.forward, back = bytes * wire.reverse;
+    const auto forth_takes = static_cast<Time>(forth * link_ps_),
+               back_takes = static_cast<Time>(back * link_ps_);
+    end = std::max({end, from.link.out.serve(now_, forth, forth_takes),
+                    to.link.in.serve(now_, forth, forth_takes)});
+    to.link.out.serve(now_, back, back_takes);
+    from.link.in.serve(now_, back, back_takes);
     return end;
   }
   return std::max({end, from.network.out.serve(now_, bytes, network_ps_),
@@ -127,35 +132,33 @@ Time Simulation::signal_time(RankId from, RankId to) const {
   return from_us(machine_[same_domain(from, to) ? Field::signal_us : Field::network_us]);
 }
 
-void Simulation::gather(Gathered& g, Time arrival) {
+void Simulation::gather(const RankState& r, Gathered& g, Time arrival) {
   g.last = std::max(g.last, arrival);
-  if (++g.arrived == problem_.num_ranks) later(g.last, g.counter, 1);
+  if (++g.arrived == problem_.num_ranks) later(g.last, r, g.counter, 1);
 }
 
 // One word from a rank to every rank. In a symmetric simulation the peers' words come like this.
 void Simulation::raise(const RankState& from, Gathered RankState::*word, Time time) {
   for (std::int64_t i = 0; i < problem_.num_ranks; ++i) {
     const RankId to{i};
-    gather(at(to).*word, time + signal_time(from.me, to));
+    RankState& r = at(to);
+    gather(r, r.*word, time + signal_time(from.me, to));
   }
 }
 
 void Simulation::announce_slab(const RankState& from, std::int64_t slab, Time time) {
   for (std::int64_t i = 0; i < problem_.num_ranks; ++i) {
     const RankId to{i};
-    gather(at(to).returns_done[static_cast<std::size_t>(slab)], time + signal_time(from.me, to));
+    RankState& r = at(to);
+    gather(r, r.returns_done[static_cast<std::size_t>(slab)], time + signal_time(from.me, to));
   }
 }
 
 // Counts a pushed piece; the last one of a slab tells every peer when all of them have arrived.
 void Simulation::piece_pushed(RankState& r, std::int64_t slab, Time time) {
-  const auto s = static_cast<std::size_t>(slab);
-  const Range tiles =
-      pipeline::slab_tiles(slab, num_slabs(), pipeline::num_fc2_tiles(problem_.hidden));
-  const CombineMode mode = combine_by_comm() ? CombineMode::comm_workers : CombineMode::epilogue;
-  r.slab_time[s] = std::max(r.slab_time[s], time);
-  if (++r.slab_pieces[s] == pipeline::num_slab_pieces(mode, r.table, tiles))
-    announce_slab(r, slab, r.slab_time[s]);
+  Slab& pushed = r.slabs[static_cast<std::size_t>(slab)];
+  pushed.last = std::max(pushed.last, time);
+  if (--pushed.pieces_left == 0) announce_slab(r, slab, pushed.last);
 }
 
 // Pieces of `cols` columns of some rows of a block, home. Returns when all have arrived.

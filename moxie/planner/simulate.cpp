@@ -125,20 +125,25 @@ Process Simulation::program(Worker& w) {
     }
   }
   co_await merge_slabs(w, num_slabs());
-  co_await wait(w, r.merge_done, pipeline::num_merge_units(r.num_tokens, num_slabs()),
-                WaitFor::merge_done, 0);
-  co_await wait(w, r.tasks_done, r.num_tickets, WaitFor::tasks_done, 0);
+  co_await Units{*this, w, &Simulation::next_end};
   if (leads(w)) co_await close_pass(w);
-  co_await wait(w, r.closed, 1, WaitFor::pass_closed, 0);
   rest(w).done = now_;
 }
 
-// Asks for workers whose turns come in the next spans.
-void Simulation::ask_for_next() {
-  for (int i = 0; i < 2; ++i) {
-    const std::uint32_t* id = queue_.later();
-    if (id != nullptr && *id < workers_.size()) __builtin_prefetch(&workers_[*id]);
-  }
+// What must have ended before the worker ends: all of the rank's merges and tasks, then the pass,
+// which the leader closes.
+bool Simulation::next_end(Worker& w) {
+  RankState& r = *w.rank;
+  const Need merges{r.merge_done, pipeline::num_merge_units(r.num_tokens, num_slabs()),
+                    WaitFor::merge_done, 0},
+      tasks{r.tasks_done, r.num_tickets, WaitFor::tasks_done, 0},
+      pass{r.closed, 1, WaitFor::pass_closed, 0};
+  const Need* next = !merges.met()              ? &merges
+                     : !tasks.met()             ? &tasks
+                     : !pass.met() && !leads(w) ? &pass
+                                                : nullptr;
+  if (next != nullptr) wait_for(w, *next, Step::end_waits);
+  return next != nullptr;
 }
 
 // False: the worker's program has to go on.
@@ -161,6 +166,7 @@ bool Simulation::take_turn(Worker& w) {
       waited(w);
       begin_merge(w);
       return true;
+    case Step::end_waits: waited(w); return next_end(w);
   }
   return false;
 }
@@ -171,13 +177,10 @@ SimResult Simulation::run() {
     rest(w).goes_on = rest(w).program.handle();
     wake(w, 0, Step::program);
   }
-  // More than a second-level cache holds; fewer are slower with it.
-  const bool many = workers_.size() * sizeof(Worker) > std::size_t{2} << 20;
   SimResult result;
   while (!queue_.empty()) {
     const QueuedEvent event = queue_.pop();
     now_ = event.time;
-    if (many) ask_for_next();
     ++result.num_events;
     if (event.id < workers_.size()) {
       Worker& w = workers_[event.id];
