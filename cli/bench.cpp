@@ -3,6 +3,7 @@
 // a GPU's clock depends on what ran before.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <memory>
 
@@ -22,7 +23,7 @@ namespace moxie::cli {
 namespace {
 
 struct BenchOptions {
-  std::string what, scenario, shapes, modes, direction, baselines, commit, json;
+  std::string what, scenario, shapes, modes, direction, routing, baselines, commit, json;
   std::int64_t rounds = kNotGiven;
   bool no_baselines = false;
   Plan plan;
@@ -34,6 +35,7 @@ void apply_options(BenchOptions& options, CLI::App& verb, Scenario& scenario) {
   if (!options.shapes.empty()) keep_shapes(options.shapes, scenario);
   if (!options.modes.empty()) scenario.modes = parse_modes(options.modes);
   if (!options.direction.empty()) scenario.direction = parse_direction(options.direction);
+  if (!options.routing.empty()) scenario.routings = parse_routings(options.routing);
   if (options.rounds != kNotGiven) scenario.rounds = options.rounds;
   if (options.no_baselines) scenario.baselines.clear();
   // The scenario's plan first; then each plan or CUDA option that was given is stored once more.
@@ -45,18 +47,23 @@ void apply_options(BenchOptions& options, CLI::App& verb, Scenario& scenario) {
   }
   scenario.plan = options.plan;
   scenario.cuda = options.cuda;
+  if (!scenario.cuda.devices.empty()) {
+    scenario.rank_sets = {
+        {static_cast<std::int64_t>(scenario.cuda.devices.size()), scenario.cuda.devices}};
+  }
+  const bool on_gpus = std::any_of(scenario.rank_sets.begin(), scenario.rank_sets.end(),
+                                   [](const RankSet& ranks) { return !ranks.devices.empty(); });
   if (scenario.backend == BackendKind::cpu &&
-      (!scenario.cuda.devices.empty() || scenario.cuda.reserve_sms != 0 ||
-       scenario.cuda.cluster_size != 0)) {
+      (on_gpus || scenario.cuda.reserve_sms != 0 || scenario.cuda.cluster_size != 0)) {
     throw Usage(fmt::format(
         "--devices, --reserve-sms and --cluster-size are for GPUs; the backend of {} is cpu",
         options.scenario));
   }
-  if (!scenario.cuda.devices.empty())
-    scenario.num_ranks = static_cast<std::int64_t>(scenario.cuda.devices.size());
-  for (const BenchShape& shape : scenario.shapes) {  // before any work
-    const Problem problem = case_of(scenario, shape).problem;
-    pipeline::check(problem, pipeline::resolve(problem, scenario.plan));
+  for (const Scenario& one : variants(scenario)) {
+    for (const BenchShape& shape : one.shapes) {  // before any work
+      const Problem problem = case_of(one, shape).problem;
+      pipeline::check(problem, pipeline::resolve(problem, one.plan));
+    }
   }
 }
 
@@ -73,6 +80,10 @@ BenchRow bench_shape(const Scenario& scenario, const BenchShape& shape, Baseline
                .plan = target->plan(),
                .tokens = case_of(scenario, shape).tokens,
                .rows_per_rank = routing_stats(target->problem, target->routes).rows_per_rank,
+               .routing = to_string(scenario.routing),
+               .predicted_ms = predicted_ms(*target, scenario),
+               .link = link_bytes(*target, scenario),
+               .has_links = has_links(*target),
                .max_rel_l2 = max_relative_l2(*target, kTokensToCheck),
                .launches = target->count_launches(),
                .modes = scenario.modes};
@@ -91,6 +102,25 @@ BenchRow bench_shape(const Scenario& scenario, const BenchShape& shape, Baseline
   }
   measure_in_turns(runs, scenario, row, notes, progress);
   return row;
+}
+
+// Of several sets of GPUs those that this machine has; a note says what was left out. A scenario
+// that names one set is not thinned out: World::cuda says what is missing.
+std::vector<Scenario> possible_variants(const Scenario& scenario, std::size_t num_gpus,
+                                        std::vector<std::string>& notes) {
+  if (scenario.backend == BackendKind::cpu || scenario.rank_sets.size() == 1)
+    return variants(scenario);
+  Scenario possible = scenario;
+  std::erase_if(possible.rank_sets, [&](const RankSet& ranks) {
+    const int last =
+        ranks.devices.empty() ? 0 : *std::max_element(ranks.devices.begin(), ranks.devices.end());
+    if (static_cast<std::size_t>(last) < num_gpus) return false;
+    notes.push_back(fmt::format("{} ranks on GPUs up to {} were not measured: there are {} GPUs",
+                                ranks.num_ranks, last, num_gpus));
+    return true;
+  });
+  if (possible.rank_sets.empty()) throw Failure(notes.back());
+  return variants(possible);
 }
 
 int bench_layer(BenchOptions& options, CLI::App& verb, const std::vector<std::string>& command) {
@@ -116,19 +146,20 @@ int bench_layer(BenchOptions& options, CLI::App& verb, const std::vector<std::st
                  {"notes", Json::array()},
                  {"rows", Json::array()}};
   std::vector<std::string> notes;
-  for (const BenchShape& shape : scenario.shapes) {
-    Progress progress;
-    const BenchRow row =
-        bench_shape(scenario, shape, baselines, machine.pci_bus_ids, notes, progress);
-    progress.clear();
-    if (table) fmt::print("{}", bench_line(row));
-    std::fflush(stdout);
-    report["machine"].update(baselines.versions());
-    report["rows"].push_back(to_json(row));
-    std::vector<std::string> all = baselines.notes();
-    all.insert(all.end(), notes.begin(), notes.end());
-    report["notes"] = all;
-    if (!options.json.empty() && table) write_file(options.json, to_text(report));
+  for (const Scenario& one : possible_variants(scenario, machine.pci_bus_ids.size(), notes)) {
+    for (const BenchShape& shape : one.shapes) {
+      Progress progress;
+      const BenchRow row = bench_shape(one, shape, baselines, machine.pci_bus_ids, notes, progress);
+      progress.clear();
+      if (table) fmt::print("{}", bench_line(row));
+      std::fflush(stdout);
+      report["machine"].update(baselines.versions());
+      report["rows"].push_back(to_json(row));
+      std::vector<std::string> all = baselines.notes();
+      all.insert(all.end(), notes.begin(), notes.end());
+      report["notes"] = all;
+      if (!options.json.empty() && table) write_file(options.json, to_text(report));
+    }
   }
   for (const Json& note : report["notes"]) {
     if (table) fmt::print("{}\n", note.get<std::string>());
@@ -157,6 +188,7 @@ Verb add_bench(CLI::App& app, const std::vector<std::string>& command) {
   text("--shapes", "A,B,...", "only these shapes of the scenario", o.shapes);
   text("--modes", "M,M", "burst, sustained [the scenario's]", o.modes);
   text("--direction", "D", "forward, backward [the scenario's]", o.direction);
+  text("--routing", "R,R", "uniform, zipf[:EXPONENT], hot[:EXPERT] [the scenario's]", o.routing);
   add_integer(*verb, "--rounds", o.rounds, Range{1, 1'000'000},
               "times each run has its turn [the scenario's]");
   text("--baselines", "PATH", "baselines.py [bench/baselines.py of the source tree]", o.baselines);

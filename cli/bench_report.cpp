@@ -27,9 +27,24 @@ double tflop(const BenchRow& row) {
          static_cast<double>(row.problem.intermediate);
 }
 
+std::optional<double> tflops(const BenchRow& row) {
+  const auto ms = row.median_ms("moxie", row.modes.front());
+  if (!ms || *ms <= 0) return std::nullopt;
+  return 1e3 * tflop(row) / *ms;
+}
+
 std::optional<double> median(std::vector<double> values) {
   if (values.empty()) return std::nullopt;
   return Samples{std::move(values)}.median();
+}
+
+double gigabytes(std::int64_t num_bytes) { return 1e-9 * static_cast<double>(num_bytes); }
+
+// Of the way that has more to carry, over the whole pass of the first mode.
+std::optional<double> link_gbps(const BenchRow& row) {
+  const auto ms = row.median_ms("moxie", row.modes.front());
+  if (!row.has_links || row.problem.num_ranks == 1 || !ms || *ms <= 0) return std::nullopt;
+  return 1e3 * gigabytes(std::max(row.link.in, row.link.out)) / *ms;
 }
 
 // What the schedule adds: the median of the differences between turns that follow each other, so
@@ -66,8 +81,8 @@ std::optional<double> BenchRow::median_clock_mhz(const std::string& run, BenchMo
 
 std::string bench_line(const BenchRow& row) {
   std::string text = fmt::format(
-      "{:<15}{}, {} rank{}, {} to {} rows, off by {:.1e}\n", row.shape, name(row.direction),
-      row.problem.num_ranks, row.problem.num_ranks == 1 ? "" : "s",
+      "{:<15} {}, {} rank{}, {}, {} to {} rows, off by {:.1e}\n", row.shape, name(row.direction),
+      row.problem.num_ranks, row.problem.num_ranks == 1 ? "" : "s", row.routing,
       *std::min_element(row.rows_per_rank.begin(), row.rows_per_rank.end()),
       *std::max_element(row.rows_per_rank.begin(), row.rows_per_rank.end()), row.max_rel_l2);
   for (const BenchMode mode : row.modes) {
@@ -86,9 +101,18 @@ std::string bench_line(const BenchRow& row) {
       text += '\n';
     }
   }
+  for (const auto& [mode, ms] : row.predicted_ms) {
+    text += fmt::format("  {:<10}{:<20}{:>9.3f} ms", name(mode), "predicted", ms);
+    if (const auto by = ratio(ms, row.median_ms("moxie", mode)))
+      text += fmt::format("   {:.3f} of what moxie takes", *by);
+    text += '\n';
+  }
+  if (const auto gbps = link_gbps(row)) {
+    text += fmt::format("  {:<10}{:<20}{:>9.3f} GB in, {:.3f} GB out: {:.0f} GB/s\n", "link",
+                        "busiest rank", gigabytes(row.link.in), gigabytes(row.link.out), *gbps);
+  }
   for (const auto& [run, num_bytes] : row.memory_bytes) {
-    text += fmt::format("  {:<10}{:<20}{:>9.3f} GB\n", "memory", run,
-                        1e-9 * static_cast<double>(num_bytes));
+    text += fmt::format("  {:<10}{:<20}{:>9.3f} GB\n", "memory", run, gigabytes(num_bytes));
   }
   return text;
 }
@@ -100,6 +124,10 @@ Json to_json(const BenchRow& row) {
   const Samples of_moxie{moxie};
   const auto ms = [&](const char* run) { return row.median_ms(run, first); };
   const auto zero_copy = ms("moxie zero_copy");
+  const auto predicted = [&](BenchMode mode) {
+    const auto found = row.predicted_ms.find(mode);
+    return found == row.predicted_ms.end() ? std::nullopt : std::optional(found->second);
+  };
   Json samples = Json::object();
   for (const auto& [key, timings] : row.samples) {
     Json list = Json::array();
@@ -107,35 +135,45 @@ Json to_json(const BenchRow& row) {
       list.push_back(Json::array({timing.ms, or_null(timing.sm_clock_mhz)}));
     samples[fmt::format("{} {}", key.first, name(key.second))] = list;
   }
-  return {{"shape", row.shape},
-          {"direction", name(row.direction)},
-          {"ranks", row.problem.num_ranks},
-          {"moxie_ms", of_moxie.median()},
-          {"gemm_only_ms", or_null(ms("gemm_only"))},
-          {"nccl_torch_ms", or_null(ms("nccl_torch"))},
-          {"p10", of_moxie.percentile(10)},
-          {"p90", of_moxie.percentile(90)},
-          {"n", moxie.size()},
-          {"ratio", or_null(ratio(ms("moxie"), ms("gemm_only")))},
-          {"sustained_ratio", or_null(ratio(row.median_ms("moxie", BenchMode::sustained),
-                                            row.median_ms("gemm_only", BenchMode::sustained)))},
-          {"nccl_ratio", or_null(ratio(ms("nccl_torch"), ms("moxie")))},
-          {"zero_copy_ms", or_null(zero_copy)},
-          {"schedule_handshake_us", schedule_handshake_us(row, first)},
-          {"without_merge_ms", or_null(ms("moxie without_merge"))},
-          {"main_grad_ms", or_null(ms("moxie main_grad"))},
-          {"save_none_ms", or_null(ms("moxie save_none"))},
-          {"save_z_and_x_ms", or_null(ms("moxie save_z_and_x"))},
-          {"memory_bytes", row.memory_bytes},
-          {"mode", name(first)},
-          {"sm_clock_mhz", or_null(row.median_clock_mhz("moxie", first))},
-          {"gemm_only_clock_mhz", or_null(row.median_clock_mhz("gemm_only", first))},
-          {"max_rel_l2", row.max_rel_l2},
-          {"launches", or_null(row.launches)},
-          {"rows_per_rank", row.rows_per_rank},
-          {"problem", to_json(row.problem)},
-          {"plan", to_string(row.plan)},
-          {"samples", samples}};
+  return {
+      {"shape", row.shape},
+      {"direction", name(row.direction)},
+      {"ranks", row.problem.num_ranks},
+      {"routing", row.routing},
+      {"moxie_ms", of_moxie.median()},
+      {"gemm_only_ms", or_null(ms("gemm_only"))},
+      {"nccl_torch_ms", or_null(ms("nccl_torch"))},
+      {"p10", of_moxie.percentile(10)},
+      {"p90", of_moxie.percentile(90)},
+      {"n", moxie.size()},
+      {"ratio", or_null(ratio(ms("moxie"), ms("gemm_only")))},
+      {"sustained_ratio", or_null(ratio(row.median_ms("moxie", BenchMode::sustained),
+                                        row.median_ms("gemm_only", BenchMode::sustained)))},
+      {"nccl_ratio", or_null(ratio(ms("nccl_torch"), ms("moxie")))},
+      {"predicted_ms", or_null(predicted(first))},
+      {"predicted_ratio", or_null(ratio(predicted(first), ms("moxie")))},
+      {"predicted_sustained_ratio", or_null(ratio(predicted(BenchMode::sustained),
+                                                  row.median_ms("moxie", BenchMode::sustained)))},
+      {"link_gb_in", gigabytes(row.link.in)},
+      {"link_gb_out", gigabytes(row.link.out)},
+      {"link_gbps", or_null(link_gbps(row))},
+      {"tflops", or_null(tflops(row))},
+      {"zero_copy_ms", or_null(zero_copy)},
+      {"schedule_handshake_us", schedule_handshake_us(row, first)},
+      {"without_merge_ms", or_null(ms("moxie without_merge"))},
+      {"main_grad_ms", or_null(ms("moxie main_grad"))},
+      {"save_none_ms", or_null(ms("moxie save_none"))},
+      {"save_z_and_x_ms", or_null(ms("moxie save_z_and_x"))},
+      {"memory_bytes", row.memory_bytes},
+      {"mode", name(first)},
+      {"sm_clock_mhz", or_null(row.median_clock_mhz("moxie", first))},
+      {"gemm_only_clock_mhz", or_null(row.median_clock_mhz("gemm_only", first))},
+      {"max_rel_l2", row.max_rel_l2},
+      {"launches", or_null(row.launches)},
+      {"rows_per_rank", row.rows_per_rank},
+      {"problem", to_json(row.problem)},
+      {"plan", to_string(row.plan)},
+      {"samples", samples}};
 }
 
 }  // namespace moxie::cli

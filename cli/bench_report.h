@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "cli/bench_model.h"
 #include "cli/bench_target.h"
 #include "cli/json.h"
 
@@ -19,6 +20,10 @@ struct BenchRow {
   Plan plan;
   std::vector<std::int64_t> tokens;  // [R]
   std::vector<std::int64_t> rows_per_rank;
+  std::string routing;
+  std::map<BenchMode, double> predicted_ms = {};
+  LinkBytes link = {};
+  bool has_links = false;
   double max_rel_l2 = 0;
   std::optional<std::int64_t> launches;
   std::map<std::string, std::int64_t> memory_bytes = {};  // by run, TimedRun::memory_bytes

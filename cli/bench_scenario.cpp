@@ -22,8 +22,9 @@ constexpr std::array<std::string_view, 2> kBackends = {"cpu", "cuda"};
 constexpr std::array<std::string_view, 14> kKeys = {
     "description", "backend", "direction", "ranks", "devices", "reserve_sms", "cluster_size",
     "shapes",      "routing", "seed",      "plan",  "modes",   "rounds",      "baselines"};
-constexpr std::array<std::string_view, 6> kShapeKeys = {
-    "name", "hidden", "intermediate", "experts_per_rank", "top_k", "tokens_per_rank"};
+constexpr std::array<std::string_view, 8> kShapeKeys = {
+    "name",  "hidden",          "intermediate", "experts", "experts_per_rank",
+    "top_k", "tokens_per_rank", "min_ranks"};
 constexpr Range kPositive{1, kInt32.max};
 
 // A JSON object, and how its values are called in errors.
@@ -83,12 +84,22 @@ class Reader {
 
 BenchShape read_shape(const Json& json, const std::string& where) {
   const Reader reader(json, where, kShapeKeys);
-  return {.name = reader.word("name"),
-          .hidden = reader.integer("hidden", kPositive),
-          .intermediate = reader.integer("intermediate", kPositive),
-          .experts_per_rank = reader.integer("experts_per_rank", kPositive),
-          .top_k = reader.integer("top_k", kPositive),
-          .tokens_per_rank = reader.integer("tokens_per_rank", kPositive)};
+  if (reader.has("experts") && reader.has("experts_per_rank")) {
+    reader.fail(
+        "'experts' and 'experts_per_rank' are both there; one says how many experts there are");
+  }
+  BenchShape shape{.name = reader.word("name"),
+                   .hidden = reader.integer("hidden", kPositive),
+                   .intermediate = reader.integer("intermediate", kPositive),
+                   .top_k = reader.integer("top_k", kPositive),
+                   .tokens_per_rank = reader.integer("tokens_per_rank", kPositive)};
+  if (reader.has("experts")) {
+    shape.experts = reader.integer("experts", kPositive);
+  } else {
+    shape.experts_per_rank = reader.integer("experts_per_rank", kPositive);
+  }
+  if (reader.has("min_ranks")) shape.min_ranks = reader.integer("min_ranks", kPositive);
+  return shape;
 }
 
 // {"slabs": 4, "x_ring": 8}: the plan options of the command line, without their dashes.
@@ -116,20 +127,45 @@ Plan read_plan(const Json& json, const std::string& where) {
   return plan;
 }
 
-void read_devices(const Reader& reader, Scenario& scenario) {
+// "ranks": 2, or [1, 2, 4]; "devices": [0, 1], or [[0], [0, 1]].
+void read_ranks(const Reader& reader, Scenario& scenario) {
   if (reader.has("devices")) {
-    for (const Json& device : reader.list("devices")) {
-      scenario.cuda.devices.push_back(static_cast<int>(reader.integer(device, "devices", kInt32)));
+    const Json& devices = reader.list("devices");
+    const bool several = !devices.empty() && devices.front().is_array();
+    for (const Json& set : several ? devices : Json::array({devices})) {
+      if (!set.is_array() || set.empty()) {
+        reader.fail(
+            fmt::format("'devices' has {}; it must be a list of GPUs, or a list of such "
+                        "lists, none of them empty",
+                        set.dump()));
+      }
+      RankSet ranks{.num_ranks = static_cast<std::int64_t>(set.size())};
+      for (const Json& device : set)
+        ranks.devices.push_back(static_cast<int>(reader.integer(device, "devices", kInt32)));
+      scenario.rank_sets.push_back(ranks);
     }
-    scenario.num_ranks = static_cast<std::int64_t>(scenario.cuda.devices.size());
   }
-  if (reader.has("ranks")) scenario.num_ranks = reader.integer("ranks", kPositive);
-  if (!scenario.cuda.devices.empty() &&
-      scenario.num_ranks != static_cast<std::int64_t>(scenario.cuda.devices.size())) {
-    reader.fail(
-        fmt::format("'ranks' is {}; 'devices' names a GPU for {} ranks, the nearest legal value",
-                    scenario.num_ranks, scenario.cuda.devices.size()));
+  std::vector<std::int64_t> counts;
+  if (reader.has("ranks")) {
+    const Json& ranks = reader.at("ranks");
+    for (const Json& count : ranks.is_array() ? ranks : Json::array({ranks}))
+      counts.push_back(reader.integer(count, "ranks", kPositive));
+    if (counts.empty()) reader.fail("'ranks' is empty; at least one number is needed");
   }
+  if (scenario.rank_sets.empty()) {
+    for (const std::int64_t count : counts) scenario.rank_sets.push_back({count, {}});
+    if (counts.empty()) scenario.rank_sets.push_back({});
+    return;
+  }
+  std::vector<std::int64_t> named;
+  for (const RankSet& ranks : scenario.rank_sets) named.push_back(ranks.num_ranks);
+  if (counts.empty() || counts == named) return;
+  reader.fail(
+      fmt::format("'ranks' is {}; 'devices' names a GPU for {} ranks, the nearest legal value",
+                  fmt::join(counts, ", "), fmt::join(named, ", ")));
+}
+
+void read_cuda(const Reader& reader, Scenario& scenario) {
   if (reader.has("reserve_sms"))
     scenario.cuda.reserve_sms = static_cast<std::int32_t>(reader.integer("reserve_sms", kInt32));
   if (reader.has("cluster_size"))
@@ -156,17 +192,28 @@ Scenario read_scenario(const std::string& path) {
   if (reader.has("direction")) {
     scenario.direction = reader.choice<Direction>(reader.at("direction"), "direction", kDirections);
   }
-  read_devices(reader, scenario);
+  read_ranks(reader, scenario);
+  read_cuda(reader, scenario);
   for (const Json& shape : reader.list("shapes")) {
     scenario.shapes.push_back(
         read_shape(shape, fmt::format("{}: shape {}", path, scenario.shapes.size())));
   }
   if (scenario.shapes.empty()) reader.fail("'shapes' is empty; at least one is needed");
-  scenario.routing = reader.converted([&] { return parse_routing(reader.word("routing")); });
-  if (scenario.routing.kind == RoutingKind::router || scenario.routing.kind == RoutingKind::file) {
-    reader.fail(
-        fmt::format("'routing' is '{}'; it must be uniform, zipf[:EXPONENT] or hot[:EXPERT]",
-                    reader.word("routing")));
+  const Json& routings = reader.at("routing");
+  for (const Json& routing : routings.is_array() ? routings : Json::array({routings})) {
+    const std::string word = reader.word(routing, "routing");
+    for (const Routing& one : reader.converted([&] { return parse_routings(word); }))
+      scenario.routings.push_back(one);
+  }
+  if (scenario.routings.empty()) reader.fail("'routing' is empty; at least one is needed");
+  const std::int64_t most_ranks =
+      std::max_element(scenario.rank_sets.begin(), scenario.rank_sets.end(),
+                       [](const RankSet& a, const RankSet& b) { return a.num_ranks < b.num_ranks; })
+          ->num_ranks;
+  for (const BenchShape& shape : scenario.shapes) {
+    if (shape.min_ranks <= most_ranks) continue;
+    reader.fail(fmt::format("'min_ranks' of '{}' is {}; at most {} ranks are asked for", shape.name,
+                            shape.min_ranks, most_ranks));
   }
   if (reader.has("seed"))
     scenario.seed = static_cast<std::uint64_t>(reader.integer("seed", Range{}));
@@ -180,6 +227,24 @@ Scenario read_scenario(const std::string& path) {
   return scenario;
 }
 
+std::vector<Scenario> variants(const Scenario& scenario) {
+  std::vector<Scenario> all;
+  for (const RankSet& ranks : scenario.rank_sets) {
+    for (const Routing& routing : scenario.routings) {
+      Scenario one = scenario;
+      one.num_ranks = ranks.num_ranks;
+      one.cuda.devices = ranks.devices;
+      one.routing = routing;
+      one.rank_sets = {ranks};
+      one.routings = {routing};
+      std::erase_if(one.shapes,
+                    [&](const BenchShape& shape) { return shape.min_ranks > ranks.num_ranks; });
+      all.push_back(std::move(one));
+    }
+  }
+  return all;
+}
+
 std::vector<BenchMode> parse_modes(const std::string& text) {
   std::vector<BenchMode> modes;
   for (const std::string_view word : split(text, ','))
@@ -189,6 +254,21 @@ std::vector<BenchMode> parse_modes(const std::string& text) {
 
 Direction parse_direction(const std::string& text) {
   return static_cast<Direction>(parse_choice("--direction", text, kDirections));
+}
+
+std::vector<Routing> parse_routings(const std::string& text) {
+  std::vector<Routing> routings;
+  for (const std::string_view word : split(text, ',')) {
+    routings.push_back(parse_routing(std::string(word)));
+    const RoutingKind kind = routings.back().kind;
+    if (kind == RoutingKind::router || kind == RoutingKind::file) {
+      throw Usage(
+          fmt::format("'routing' is '{}'; it must be uniform, zipf[:EXPONENT] or "
+                      "hot[:EXPERT]",
+                      word));
+    }
+  }
+  return routings;
 }
 
 void keep_shapes(const std::string& text, Scenario& scenario) {
@@ -210,7 +290,8 @@ BenchCase case_of(const Scenario& scenario, const BenchShape& shape) {
   problem.max_tokens = shape.tokens_per_rank;
   problem.hidden = shape.hidden;
   problem.intermediate = shape.intermediate;
-  problem.num_experts = shape.experts_per_rank * scenario.num_ranks;
+  problem.num_experts =
+      shape.experts > 0 ? shape.experts : shape.experts_per_rank * scenario.num_ranks;
   problem.top_k = shape.top_k;
   problem.dtype = DType::bf16;
   try {

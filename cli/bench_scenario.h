@@ -11,7 +11,9 @@ namespace moxie::cli {
 
 struct BenchShape {
   std::string name;
-  std::int64_t hidden = 0, intermediate = 0, experts_per_rank = 0, top_k = 0, tokens_per_rank = 0;
+  std::int64_t hidden = 0, intermediate = 0, top_k = 0, tokens_per_rank = 0;
+  std::int64_t experts = 0, experts_per_rank = 0;  // one of both; the other is 0
+  std::int64_t min_ranks = 1;                      // left out where there are fewer
 };
 
 // burst: 120 ms idle, one warm-up, about 24 ms of passes. sustained: at least 160 ms of the same
@@ -23,6 +25,12 @@ const char* name(BenchMode mode);
 const char* name(Baseline baseline);
 const char* name(Direction direction);
 
+// Where a layer runs.
+struct RankSet {
+  std::int64_t num_ranks = 1;
+  std::vector<int> devices;  // [R] a GPU for each; empty: the CPU, or as World::cuda chooses
+};
+
 struct Scenario {
   std::string description;
   BackendKind backend = BackendKind::cpu;
@@ -31,6 +39,9 @@ struct Scenario {
   CudaOptions cuda;
   std::vector<BenchShape> shapes;
   Routing routing;
+  // What num_ranks, cuda.devices and routing stand for one after another (variants()).
+  std::vector<RankSet> rank_sets = {};
+  std::vector<Routing> routings = {};
   std::uint64_t seed = 1;
   Plan plan;
   std::vector<BenchMode> modes;  // the first one gives moxie_ms and the other plain figures
@@ -41,9 +52,13 @@ struct Scenario {
 // Throws Failure that names the file, the key, the value and the nearest legal one.
 Scenario read_scenario(const std::string& path);
 
+// One scenario for each set of ranks and routing, in that order.
+std::vector<Scenario> variants(const Scenario& scenario);
+
 // The same words on the command line. Throw Usage.
 std::vector<BenchMode> parse_modes(const std::string& text);
 Direction parse_direction(const std::string& text);
+std::vector<Routing> parse_routings(const std::string& text);
 // Keeps the shapes that `text` names ("a,b"), in the scenario's order.
 void keep_shapes(const std::string& text, Scenario& scenario);
 

@@ -74,7 +74,14 @@ Work work_of(const TuneOptions& o, const CLI::App& verb) {
       throw Usage(
           "--scenario already says what the layers, GPUs and routing are; leave the other options "
           "out");
-    work.scenario = read_scenario(o.scenario);
+    const std::vector<Scenario> all = variants(read_scenario(o.scenario));
+    if (all.size() > 1) {
+      throw Failure(
+          fmt::format("{}: `moxie tune` takes one set of ranks and one routing; it has "
+                      "{} of both together",
+                      o.scenario, all.size()));
+    }
+    work.scenario = all.front();
     if (!o.shapes.empty()) keep_shapes(o.shapes, work.scenario);
     for (const BenchShape& shape : work.scenario.shapes)
       work.layers.push_back(case_of(work.scenario, shape));

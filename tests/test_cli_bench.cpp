@@ -1,5 +1,6 @@
 // `moxie bench layer`: the scenario of the sources runs on the CPU and gives rows that a program
 // can read; scenarios and command lines that are wrong are refused with the nearest legal word.
+#include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include "tests/support/cli_runner.h"
@@ -88,6 +89,60 @@ TEST_F(CliBench, OptionsOverrideTheScenario) {
   EXPECT_FALSE(json["rows"][0]["samples"].contains("moxie sustained"));
 }
 
+// A scenario may name several numbers of ranks and routings: a row for each and each shape, but for
+// shapes that need more ranks.
+TEST_F(CliBench, RanksAndRoutingsAreTakenInTurn) {
+  auto json = scenario();
+  json["ranks"] = {1, 2};
+  json["routing"] = {"uniform", "hot:0"};
+  json["shapes"] = {{{"name", "whole"},
+                     {"hidden", 128},
+                     {"intermediate", 128},
+                     {"experts", 4},
+                     {"top_k", 2},
+                     {"tokens_per_rank", 64}},
+                    {{"name", "slice"},
+                     {"hidden", 128},
+                     {"intermediate", 128},
+                     {"experts_per_rank", 1},
+                     {"top_k", 2},
+                     {"tokens_per_rank", 64},
+                     {"min_ranks", 2}}};
+  write("s.json", json.dump());
+  const std::string command = "bench layer --scenario s.json --rounds 1 --modes burst --json - ";
+  const CliResult result = moxie(command);
+  ASSERT_EQ(result.code, 0) << result.err;
+  std::vector<std::string> rows;
+  const auto report = nlohmann::json::parse(result.out);
+  for (const auto& row : report["rows"]) {
+    rows.push_back(fmt::format("{} {} {} {}", row["shape"].get<std::string>(),
+                               row["ranks"].get<int>(), row["problem"]["num_experts"].get<int>(),
+                               row["routing"].get<std::string>()));
+    EXPECT_LT(row["max_rel_l2"].get<double>(), 1e-2);
+    EXPECT_TRUE(row["predicted_ms"].is_null());  // of GPUs
+    EXPECT_TRUE(row["link_gbps"].is_null());
+  }
+  EXPECT_EQ(rows,
+            (std::vector<std::string>{"whole 1 4 uniform", "whole 1 4 hot:0", "whole 2 4 uniform",
+                                      "slice 2 2 uniform", "whole 2 4 hot:0", "slice 2 2 hot:0"}));
+  // Two experts, one on each of two ranks, and two routes per token: each token goes to the other
+  // rank once, and one row comes back.
+  const double token_gb = 64 * 128 * 2e-9;
+  EXPECT_DOUBLE_EQ(report["rows"][3]["link_gb_in"].get<double>(), 2 * token_gb);
+  EXPECT_DOUBLE_EQ(report["rows"][3]["link_gb_out"].get<double>(), 2 * token_gb);
+  EXPECT_EQ(report["rows"][0]["link_gb_in"], 0);
+  // Backward: x as well as dY, unless forward kept it.
+  const auto link = [&](const std::string& save) {
+    const CliResult backward =
+        moxie(command + "--shapes slice --routing uniform --direction backward --save " + save);
+    EXPECT_EQ(backward.code, 0) << backward.err;
+    return nlohmann::json::parse(backward.out)["rows"][0]["link_gb_in"].get<double>();
+  };
+  EXPECT_DOUBLE_EQ(link("z"), 3 * token_gb);
+  EXPECT_DOUBLE_EQ(link("z+x"), 2 * token_gb);
+  expect_error("tune --scenario s.json", 1, {"s.json", "one set of ranks", "4"});
+}
+
 // Baselines that cannot be had are told about and leave nulls.
 TEST_F(CliBench, WithoutBaselinesTheLayerIsTimedAllTheSame) {
   auto json = scenario();
@@ -163,6 +218,14 @@ TEST_F(CliBench, WrongScenariosAreRefused) {
   expect_refused(with("routing", "router"), {"'routing' is 'router'", "uniform"});
   expect_refused(with("routing", "zip"), {"zip", "zipf"});
   expect_refused(with("devices", {0, 1, 2}), {"'ranks' is 2", "3 ranks"});
+  expect_refused(with("devices", {{0, 1}, {0, 1, 2}}), {"'ranks' is 2;", "2, 3 ranks"});
+  expect_refused(with("devices", nlohmann::json::parse("[[0, 1], []]")), {"'devices' has []"});
+  expect_refused(with("ranks", nlohmann::json::array()), {"'ranks' is empty"});
+  expect_refused(with("ranks", {1, 0}), {"'ranks' is 0", "at least 1"});
+  expect_refused(with("routing", nlohmann::json::array()), {"'routing' is empty"});
+  expect_refused(with("routing", {"uniform", "zip"}), {"zip", "zipf"});
+  expect_refused(with_shape("experts", 8), {"shape 1", "'experts'", "'experts_per_rank'"});
+  expect_refused(with_shape("min_ranks", 3), {"'min_ranks'", "'tail-tiles' is 3", "2"});
   expect_refused(with("plan", {{"slab", 2}}), {"plan", "'slab'", "did you mean 'slabs'"});
   expect_refused(with("plan", {{"x_ring", "big"}}), {"plan", "--x-ring is 'big'"});
   expect_refused(with("shapes", 3), {"'shapes' is 3", "not a list"});
@@ -189,6 +252,7 @@ TEST_F(CliBench, WrongCommandLinesAreRefused) {
   expect_error(smoke + "--rounds 0", 2, {"--rounds is 0", "at least 1"});
   expect_error(smoke + "--slabs 0", 2, {"--slabs is 0", "nearest legal value 1"});
   expect_error(smoke + "--devices 0,1", 2, {"--devices", "cpu"});
+  expect_error(smoke + "--routing router", 2, {"'router'", "uniform"});
   expect_error(smoke + "--direction up", 2, {"--direction is 'up'", "forward, backward"});
   expect_error(smoke + "--round 3", 2, {"no option --round", "--rounds"});
   EXPECT_TRUE(files().empty());
