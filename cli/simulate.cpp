@@ -56,7 +56,9 @@ void add_plan_options(CLI::App& app, SimulateOptions& o) {
                     "0: most of the expected rows [0]"));
   group(add_choice(app, "--save", p.save, kSaves, "what forward keeps for backward [z]"));
   const auto extra = [](CLI::Option* option) { option->group("Mechanisms without a plan option"); };
-  extra(app.add_flag("--dedupe", o.mechanisms.dedupe, "move a token once per (token, rank)"));
+  extra(app.add_flag("--dedupe,!--no-dedupe", o.mechanisms.dedupe,
+                     "move a token once per (token, rank) [as the kernels do: over links, where "
+                     "the plan has a slot for every row]"));
   extra(app.add_flag("--wave-barrier", o.mechanisms.wave_barrier,
                      "all CTAs meet after each band's FC1 and FC2"));
   extra(app.add_flag("--mxfp8", o.mechanisms.mxfp8, "products and dispatched rows in FP8"));

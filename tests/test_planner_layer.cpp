@@ -130,7 +130,8 @@ TEST(PlannerLayerChoice, DepartsFromTheDefaultPlanForMoreThanTheMarginOnly) {
         if (ranks > preset.num_experts) continue;
         SCOPED_TRACE(std::string(preset.name) + " R=" + std::to_string(ranks));
         const Problem p = study_problem(std::string(preset.name), ranks, tokens);
-        EXPECT_EQ(plan_for_layer(p, h200(ranks), "").plan, plain(p));  // no such gain on H200
+        // No such gain on H200s that share a domain; over a network the lag order may be worth it.
+        if (ranks <= m.domain_ranks()) EXPECT_EQ(plan_for_layer(p, h200(ranks), "").plan, plain(p));
         const LayerPlan bold = plan_for_layer(p, h200(ranks), "", 0.001);
         EXPECT_NO_THROW(pipeline::check(p, bold.plan));
         EXPECT_EQ(bold.plan.capacity_rows, plain(p).capacity_rows);

@@ -21,7 +21,7 @@ double Baseline::ms() const {
 }
 
 Baseline nccl_torch_forward(const Problem& p, const RoutingCounts& routing, const Machine& m) {
-  const CostModel cost = CostModel::make(p, m, {});
+  const CostModel cost = CostModel::make(p, m, {}, ExecMode::split);
   const RankLoad load = busiest_load(p, routing, m);
   const double elem = static_cast<double>(size_bytes(p.dtype));
   const double row = static_cast<double>(p.hidden) * elem,

@@ -100,12 +100,24 @@ double estimate_ms(const Problem& p, const Plan& plan, const RankLoad& busiest, 
       static_cast<double>(backward ? std::min<std::int64_t>(plan.chunk_blocks * kBlockRows, 4096)
                                    : std::min(p.hidden, 2 * p.intermediate));
   const double tile = 2.0 * 128 * 256 * k / m[Field::bf16_flops_per_sm_clock];
-  const double overhead = 1 + 0.6 * m[Field::tile_overhead_cycles] / tile;
+  const bool fused_forward = !backward && plan.mode == ExecMode::fused;
+  const double overhead =
+      1 + 0.6 * m[fused_forward ? Field::fused_tile_cycles : Field::tile_overhead_cycles] / tile;
   const double gemm = b.gemm_ms * pad * overhead * m[Field::num_sms] / ctas;
   const double dispatched =
       busiest.rows * row * (backward ? (x_pulled_again(plan, o.direction) ? 2 : 1) : 1);
-  const double moved = dispatched + 2 * busiest.rows * row;
-  const double power = m[Field::moved_ms_per_gb] * moved * 1e-9;
+  // Weights are read again for each band of an expert's blocks. In split mode rows do not move
+  // beside the products.
+  const double bands =
+      backward ? 1 : busiest.blocks / std::max(1.0, busiest.experts * plan.band_blocks);
+  const double weights =
+      3 * row * static_cast<double>(p.intermediate) * busiest.experts * std::max(0.0, bands - 1);
+  const double moved = plan.mode == ExecMode::split ? dispatched + 2 * busiest.rows * row : 0;
+  const double tflop = gemm * ctas * m[Field::bf16_flops_per_sm_clock] * m.clock_mhz * 1e-9;
+  const double excess_gb = b.memory_ms * m[Field::hbm_gbps] * 1e-3 + (weights - moved) * 1e-9 -
+                           kProductsGbPerTflop * tflop;
+  const double power = std::max(m[Field::moved_ms_per_gb] * excess_gb,
+                                (m.clock_mhz / m[Field::clock_peak_mhz] - 1) * gemm);
   const double merge =
       static_cast<double>(p.max_tokens * (p.top_k + 1)) * row * 1e-6 / m[Field::hbm_gbps];
   const double start =
@@ -119,7 +131,7 @@ double estimate_ms(const Problem& p, const Plan& plan, const RankLoad& busiest, 
                            ? m[Field::signal_us] * 1e-3
                            : 0;
   if (plan.mode == ExecMode::split)
-    return start + round + gemm + link + merge + 5 * m[Field::launch_us] * 1e-3;
+    return start + round + gemm + power + link + merge + 5 * m[Field::launch_us] * 1e-3;
   // Communication that the workers cannot move as fast as the link takes it.
   const double movers = plan.comm_workers > 0 ? plan.comm_workers * m[Field::sm_beside_gbps]
                                               : ctas * m[Field::spare_warp_gbps];

@@ -39,9 +39,12 @@ enum class Field : std::int32_t {
   bf16_flops_per_sm_clock,
   fp8_flops_per_sm_clock,
   tile_overhead_cycles,  // per 128 x 256 tile: prologue, epilogue and ticket not hidden by products
-  stored_tile_cycles,    // the same of tiles that store what others wait for: dgrad, z made again
+  fused_tile_cycles,     // the same of FC1, FC2 and dX in one kernel, beside rows that come and go
+  stored_tile_cycles,    // ... and of tiles whose results others wait for: dgrad, z made again
   tdp_w,
-  moved_ms_per_gb,  // time a power-limited GEMM loses per GB that the kernel moves beside it
+  // What each GB that a kernel reads or writes in memory, more than products alone do
+  // (kProductsGbPerTflop), takes from power-limited products.
+  moved_ms_per_gb,
   hbm_gb,
   hbm_peak_gbps,
   hbm_gbps,  // reached by streaming kernels
@@ -69,7 +72,7 @@ enum class Field : std::int32_t {
   network_gbps,  // per GPU and direction, between domains
   network_us,    // one message between domains
 };
-inline constexpr std::size_t kNumFields = 36;
+inline constexpr std::size_t kNumFields = 37;
 
 struct FieldRule {
   const char* name;

@@ -62,11 +62,21 @@ pipeline::DispatchUnit Simulation::rows_of(const Worker& w) const {
   return pipeline::dispatch_unit(r.table, w.unit, r.block(b.v).rows);
 }
 
-// Of the source's rows in a block, those that dispatch moves.
-double Simulation::share_moved(const RankState& dest, RankId source, BlockId b) const {
-  if (dest.fresh.empty()) return 1;
-  const std::int64_t expert = dest.block(b.v).expert;
-  return dest.fresh[static_cast<std::size_t>(source.v * dest.table.num_experts + expert)];
+// Of the source's rows in a block, those that dispatch moves, and from where. The kernels copy a
+// row that another expert of the rank has already pulled, and the rank's own, unless FC1 gathers
+// them.
+Simulation::RowsMoved Simulation::rows_moved(const RankState& dest, RankId source, BlockId b,
+                                             double rows) const {
+  const bool own = source == dest.me;
+  double fresh = rows;
+  // Backward, a token is pulled once as long as slots are used for the first time.
+  if (!dest.fresh.empty() && (forward() || b.v < plan_.backward_ring_blocks)) {
+    const std::int64_t expert = dest.block(b.v).expert;
+    fresh *= dest.fresh[static_cast<std::size_t>(source.v * dest.table.num_experts + expert)];
+  }
+  if (options_.mechanisms.dedupe) return own ? RowsMoved{0, fresh} : RowsMoved{fresh, 0};
+  if (own) fresh = 0;
+  return {fresh, gathers() ? 0 : rows - fresh};
 }
 
 // Pulls rows into ring slots, in block order.
@@ -101,9 +111,14 @@ void Simulation::begin_rows(Worker& w) {
         std::min(unit.rows.end, first + source.rows) - std::max(unit.rows.begin, first);
     first += source.rows;
     if (rows <= 0) continue;
-    const double moved = static_cast<double>(rows) * row * share_moved(r, RankId{source.rank}, b);
-    bytes += moved;
-    end = std::max(end, transfer(RankId{source.rank}, r.me, moved, pull_, true));
+    const RowsMoved moved = rows_moved(r, RankId{source.rank}, b, static_cast<double>(rows));
+    bytes += (moved.from_peer + moved.within) * row;
+    if (moved.from_peer > 0) {
+      const RankId peer{source.rank};
+      end = std::max(end, transfer(peer, r.me, moved.from_peer * row, pull_, true));
+    }
+    if (moved.within > 0)
+      end = std::max(end, transfer(r.me, r.me, moved.within * row, pull_, true));
   }
   wake(w, std::max(end, now_ + static_cast<Time>(bytes * 1e3 / dispatch_gbps(w))), Step::rows);
 }
@@ -145,8 +160,8 @@ Process Simulation::push_rows(Worker& w) {
                     unit.dest);
     }
     const Time begin = now_;
-    const double bytes =
-        static_cast<double>(unit.rows) * dispatch_row_bytes(dest, b) * share_moved(dest, r.me, b);
+    const RowsMoved moved = rows_moved(dest, r.me, b, static_cast<double>(unit.rows));
+    const double bytes = (moved.from_peer + moved.within) * dispatch_row_bytes(dest, b);
     Time end = transfer(r.me, to, bytes, push_, true);
     end = std::max(end, now_ + static_cast<Time>(bytes * 1e3 / dispatch_gbps(w)));
     const Time flag = signal_time(r.me, to);  // a release waits until the rows are acknowledged

@@ -1,8 +1,8 @@
 // What each task of a rank costs, once per block and chunk, and how much the power limit stretches
-// products while rows move beside them.
+// products while memory is read and written beside them.
 #include <algorithm>
-#include <numeric>
 
+#include "moxie/pipeline/cuda_layout.h"
 #include "moxie/planner/sim_state.h"
 
 namespace moxie::planner {
@@ -84,48 +84,71 @@ TileCost Simulation::task_cost(const RankState& r, const pipeline::Task& task) c
   }
 }
 
-double Simulation::gemm_cycles(const RankState& r) const {
-  double cycles = 0;
+TileCost Simulation::all_tiles(const RankState& r) const {
+  TileCost sum;
+  const auto add = [&](double count, const TileCost& each) {
+    sum.cycles += count * each.cycles;
+    sum.bytes += count * each.bytes;
+  };
   const auto fc2_tiles = static_cast<double>(pipeline::num_fc2_tiles(problem_.hidden));
   for (std::int64_t b = 0; b < r.table.num_blocks; ++b) {
-    cycles += static_cast<double>(lead_tiles(r, BlockId{b})) * r.block(b).lead.cycles +
-              fc2_tiles * r.block(b).trail.cycles;
+    add(static_cast<double>(lead_tiles(r, BlockId{b})), r.block(b).lead);
+    add(fc2_tiles, r.block(b).trail);
   }
   for (std::int64_t c = 0; !forward() && c < r.backward.chunks.num_chunks; ++c) {
-    pipeline::Task task{pipeline::TaskKind::wgrad, BlockId{}, c, 0};
-    cycles += static_cast<double>(r.backward.wgrad_of(c).size()) * known_cost(r, task).cycles;
+    const pipeline::Task task{pipeline::TaskKind::wgrad, BlockId{}, c, 0};
+    add(static_cast<double>(r.backward.wgrad_of(c).size()), known_cost(r, task));
   }
-  return cycles;
+  return sum;
 }
 
-// What moves beside the products: rows in, pieces out, pieces merged.
+bool Simulation::dedupes() const {
+  if (options_.mechanisms.dedupe) return *options_.mechanisms.dedupe;
+  if (!gpu() || options_.mechanisms.separate_kernels) return false;
+  return forward() ? pipeline::pulls_once(problem_, plan_)
+                   : pipeline::backward_pulls_once(problem_);
+}
+
+// FC1 fetches rows from where their tokens lie, nobody copies them.
+bool Simulation::gathers() const {
+  return forward() && gpu() && !options_.mechanisms.dedupe &&
+         !options_.mechanisms.separate_kernels && pipeline::gathers_rows(problem_, plan_);
+}
+
+// Read and written beside what tiles do: rows in, pieces out, pieces merged.
 double Simulation::moved_bytes(const RankState& r) const {
-  double dispatched = 0, others = 0;
+  double bytes = 0;
   for (std::int64_t b = r.table.shared_blocks; b < r.table.num_blocks; ++b) {
-    const double n = r.block(b).rows;
-    dispatched += n * dispatch_row_bytes(r, BlockId{b});
-    others += n * row_bytes_ * (combine_by_comm() ? 3 : 2);
+    const double n = r.block(b).rows, row = dispatch_row_bytes(r, BlockId{b});
+    const auto routed = static_cast<std::size_t>(r.table.routed_idx(BlockId{b}));
+    for (std::int32_t s = r.source_of[routed]; s < r.source_of[routed + 1]; ++s) {
+      const BlockSource& source = r.sources[static_cast<std::size_t>(s)];
+      const RowsMoved moved = rows_moved(r, RankId{source.rank}, BlockId{b}, source.rows);
+      bytes += (moved.from_peer + moved.within) * row;
+    }
+    bytes += n * row_bytes_ * (combine_by_comm() ? 3 : 2);
     if (!options_.mechanisms.fused_activation)
-      others += n * 4 * static_cast<double>(problem_.intermediate) * cost_.elem;
+      bytes += n * 4 * static_cast<double>(problem_.intermediate) * cost_.elem;
   }
-  if (!r.fresh.empty()) {
-    const double fresh = std::accumulate(r.fresh.begin(), r.fresh.end(), 0.0);
-    dispatched *= fresh / static_cast<double>(r.fresh.size());
-  }
-  return dispatched + others;
+  return bytes;
 }
 
-// A power-limited GPU lowers its clock when bytes move beside the products. Stages that run one
-// after another do not share the power.
+// A power-limited GPU lowers its clock as memory is read and written beside the products; the
+// record's clock is that of large products alone. Stages that run one after another do not
+// share the power.
 void Simulation::judge_power(RankState& r) {
   const double cycle_ps = 1e6 / machine_.clock_mhz;
   r.cycle_ps = cycle_ps;
-  if (split() || !gpu()) return;
-  const double ctas =
-      static_cast<double>(machine_.num_sms() - options_.reserve_sms - plan_.comm_workers);
-  const double gemm_ms = gemm_cycles(r) / ctas * cycle_ps * 1e-9;
+  if (!gpu()) return;
+  const double ctas = static_cast<double>(machine_.num_sms() - options_.reserve_sms -
+                                          (split() ? 0 : plan_.comm_workers));
+  const TileCost tiles = all_tiles(r);
+  const double gemm_ms = tiles.cycles / ctas * cycle_ps * 1e-9;
   if (gemm_ms <= 0) return;
-  r.stretch = 1 + machine_[Field::moved_ms_per_gb] * moved_bytes(r) * 1e-9 / gemm_ms;
+  const double usual_gb = kProductsGbPerTflop * 1e-12 * tiles.cycles * cost_.flops_per_cycle;
+  const double excess_gb = (tiles.bytes + (split() ? 0 : moved_bytes(r))) * 1e-9 - usual_gb;
+  r.stretch = std::max(machine_.clock_mhz / machine_[Field::clock_peak_mhz],
+                       1 + machine_[Field::moved_ms_per_gb] * excess_gb / gemm_ms);
   r.cycle_ps = cycle_ps * r.stretch;
 }
 

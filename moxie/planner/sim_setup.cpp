@@ -20,7 +20,7 @@ Simulation::Simulation(const Problem& problem, const Plan& plan, const RoutingCo
       routing_(routing),
       machine_(machine),
       options_(options),
-      cost_(CostModel::make(problem, machine, options.mechanisms)),
+      cost_(CostModel::make(problem, machine, options.mechanisms, plan.mode)),
       pull_(pull_wire(machine)),
       push_(push_wire(machine)),
       row_bytes_(static_cast<double>(problem.hidden * size_bytes(problem.dtype))),
@@ -135,7 +135,7 @@ void Simulation::build_sources(RankState& r) {
       r.source_of.push_back(static_cast<std::int32_t>(r.sources.size()));
     }
   }
-  if (!options_.mechanisms.dedupe) return;
+  if (!dedupes()) return;
   for (std::int64_t source = 0; source < R; ++source) {
     for (std::int64_t e = 0; e < t.num_experts; ++e)
       r.fresh.push_back(static_cast<float>(fresh_share(problem_, routing_, source, r.me.v, e)));

@@ -190,7 +190,7 @@ class Simulation {
   };
   Crew crew() const;  // of every rank
   void add_workers(RankState& r, const Crew& crew);
-  double gemm_cycles(const RankState& r) const;
+  TileCost all_tiles(const RankState& r) const;
   double moved_bytes(const RankState& r) const;
   std::int64_t sharers(const RankState& r, BlockId b) const;
   TileCost task_cost(const RankState& r, const pipeline::Task& task) const;
@@ -344,7 +344,12 @@ class Simulation {
   }
   double row_bytes() const { return row_bytes_; }
   double dispatch_row_bytes(const RankState& r, BlockId b) const;
-  double share_moved(const RankState& dest, RankId source, BlockId b) const;
+  struct RowsMoved {
+    double from_peer = 0, within = 0;  // within: from one place of the rank's memory to another
+  };
+  RowsMoved rows_moved(const RankState& dest, RankId source, BlockId b, double rows) const;
+  bool dedupes() const;
+  bool gathers() const;
   bool z_saved(const RankState& r, BlockId b) const;
   pipeline::Range slab_columns(std::int64_t slab) const;
 

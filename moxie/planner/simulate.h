@@ -4,6 +4,7 @@
 #pragma once
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "moxie/core/problem.h"
@@ -27,7 +28,9 @@ enum class Workers : std::int32_t {
 
 // What the pipeline has no plan option for, to be switched on or off in studies.
 struct Mechanisms {
-  bool dedupe = false;  // dispatch moves a token once per (token, rank), not once per route
+  // Dispatch moves a token once per (token, rank), not once per route. Unless said: as the kernels
+  // do, over links only, where the plan has a slot for every row (pipeline::pulls_once).
+  std::optional<bool> dedupe = {};
   bool fused_activation = true;  // false: gate and up make a round trip through memory
   bool mxfp8 = false;  // products at the FP8 rate, weights and dispatched rows in one byte (and a
                        // scale per 32) an element

@@ -13,7 +13,7 @@ struct Named {
   std::string_view name;
   Study (*run)();
 };
-constexpr std::array<Named, 10> kStudies = {{
+constexpr std::array<Named, 11> kStudies = {{
     {"signalling", study_signalling},
     {"packet-bytes", study_packet_bytes},
     {"imbalance", study_imbalance},
@@ -23,6 +23,7 @@ constexpr std::array<Named, 10> kStudies = {{
     {"ablation", study_ablation},
     {"scale", study_scale},
     {"h200", study_h200},
+    {"h200-forward", study_h200_forward},
     {"h200-backward", study_h200_backward},
 }};
 

@@ -46,8 +46,9 @@ Study study_speedup();
 Study study_end_to_end();
 Study study_ablation();
 Study study_scale();
-// studies_h200.cpp: rows measured on 2 x H200
+// studies_h200.cpp: rows measured on two H200, and on one
 Study study_h200();
+Study study_h200_forward();
 Study study_h200_backward();
 
 // A preset's layer on R ranks of T tokens, bf16.

@@ -1,6 +1,6 @@
-// Rows measured on 2 x H200 against the simulator: Moxie's own forward (bench/results/
-// h200x2-forward.json), the split baseline and the feasibility kernel's variants. The test
-// tests/test_planner_rows.cpp holds each to its bound and docs/planner.md shows the table.
+// Rows measured on H200 against the simulator: Moxie's own passes on one GPU and on two (bench/
+// results), the split baseline and the feasibility kernel's variants. The test
+// tests/test_planner_rows.cpp holds each to its bound and docs/planner.md shows the tables.
 #include <fmt/format.h>
 
 #include "moxie/planner/baseline.h"
@@ -44,8 +44,7 @@ Study study_h200() {
       {"clock_burst_mhz, clock_sustained_mhz, tile_overhead_cycles: on the compute-only kernel, "
        "kimi-k2.5 slice "
        "(7.15 ms)",
-       "moved_ms_per_gb: on the feasibility kernel's whole layer, kimi-k2.5 slice (7.85 to 8.02 "
-       "ms)",
+       "fused_tile_cycles, moved_ms_per_gb: on three rows of one H200 (study h200-forward)",
        "pull_reverse_bytes: on both ranks pulling at once (335 GB/s)",
        "sm_beside_gbps: on qwen3-30b with 4 dispatch CTAs (4.48 ms)",
        "all-to-all share of the link 0.40: on the NCCL + torch row of the kimi-k2.5 slice (18.56 "
@@ -77,7 +76,7 @@ Study study_h200() {
     dedicated.comm_workers = ctas;
     const bool calibrated = ctas == 4 && shape.intermediate == 768;
     s.rows.push_back({fmt::format("{} with {} dispatch CTAs", shape.name, ctas), measured,
-                      forward_ms(problem_of(shape), dedicated, m, {}, false), "ms",
+                      forward_ms(problem_of(shape), dedicated, m, {.dedupe = false}, false), "ms",
                       calibrated ? RowKind::calibrated : RowKind::prediction,
                       "feasibility kernel, schedule outside of it"});
   };
@@ -91,24 +90,58 @@ Study study_h200() {
 
 namespace {
 
-// bench/results/h200-backward.json: medians of "moxie burst" and "moxie sustained", "moxie
-// save_none burst" and "moxie save_z_and_x burst".
-struct BackwardShape {
+// One GPU with the rows of each of two ranks and the experts of both: no link.
+struct OneGpuShape {
   const char* name;
   std::int64_t hidden, intermediate, experts, top_k, tokens;
+  // bench/results/h200-forward.json: medians of "moxie burst" and "moxie sustained"
+  double forward_burst_ms, forward_sustained_ms;
+  // bench/results/h200-backward.json: the same, "moxie save_none burst", "moxie save_z_and_x burst"
   double burst_ms, sustained_ms, save_none_ms, save_z_and_x_ms;
 };
-constexpr BackwardShape kBackwardShapes[] = {
-    {"kimi-k2.5", 7168, 2048, 12, 8, 8192, 15.327, 17.976, 20.659, 15.360},
-    {"deepseek-v3", 7168, 2048, 16, 8, 8192, 15.351, 18.114, 20.993, 15.623},
-    {"qwen3-30b", 2048, 768, 128, 8, 16384, 4.326, 5.035, 6.111, 4.192},
-    {"mixtral-8x7b", 4096, 14336, 8, 2, 8192, 15.963, 18.287, 21.081, 15.725},
-    {"gpt-oss-120b", 2880, 2880, 128, 4, 16384, 11.940, 13.921, 16.218, 11.989},
+constexpr OneGpuShape kOneGpuShapes[] = {
+    {"kimi-k2.5", 7168, 2048, 12, 8, 8192, 7.642, 8.860, 15.327, 17.976, 20.659, 15.360},
+    {"deepseek-v3", 7168, 2048, 16, 8, 8192, 7.641, 8.886, 15.351, 18.114, 20.993, 15.623},
+    {"qwen3-30b", 2048, 768, 128, 8, 16384, 2.081, 2.352, 4.326, 5.035, 6.111, 4.192},
+    {"mixtral-8x7b", 4096, 14336, 8, 2, 8192, 7.580, 8.953, 15.963, 18.287, 21.081, 15.725},
+    {"gpt-oss-120b", 2880, 2880, 128, 4, 16384, 5.317, 6.080, 11.940, 13.921, 16.218, 11.989},
 };
+
+Problem problem_of(const OneGpuShape& shape) {
+  Problem p;
+  p.max_tokens = shape.tokens;
+  p.hidden = shape.hidden;
+  p.intermediate = shape.intermediate;
+  p.num_experts = shape.experts;
+  p.top_k = shape.top_k;
+  return p;
+}
 
 }  // namespace
 
-// One GPU with the rows of each of two ranks and the experts of both: no link.
+Study study_h200_forward() {
+  Study s{"h200-forward",
+          "forward passes measured on one H200, default plan, ms",
+          "bench/results/h200-forward.json",
+          {"fused_tile_cycles, moved_ms_per_gb: together on deepseek-v3, qwen3-30b and "
+           "gpt-oss-120b, burst"},
+          {}};
+  Plan plan;
+  plan.save = SavePolicy::none;
+  for (const Load load : {Load::burst, Load::sustained}) {
+    const bool burst = load == Load::burst;
+    for (const OneGpuShape& shape : kOneGpuShapes) {
+      const std::string_view name = shape.name;
+      const bool calibrated = burst && name != "kimi-k2.5" && name != "mixtral-8x7b";
+      s.rows.push_back({fmt::format("forward, {}, {}", name, planner::name(load)),
+                        burst ? shape.forward_burst_ms : shape.forward_sustained_ms,
+                        forward_ms(problem_of(shape), plan, machine(find_device("h200"), load)),
+                        "ms", calibrated ? RowKind::calibrated : RowKind::prediction, ""});
+    }
+  }
+  return s;
+}
+
 Study study_h200_backward() {
   Study s{"h200-backward",
           "backward passes measured on one H200, default plan, ms",
@@ -116,13 +149,8 @@ Study study_h200_backward() {
           {"stored_tile_cycles: between qwen3-30b, burst, z saved (4.45 ms) and nothing saved "
            "(6.23 ms)"},
           {}};
-  for (const BackwardShape& shape : kBackwardShapes) {
-    Problem p;
-    p.max_tokens = shape.tokens;
-    p.hidden = shape.hidden;
-    p.intermediate = shape.intermediate;
-    p.num_experts = shape.experts;
-    p.top_k = shape.top_k;
+  for (const OneGpuShape& shape : kOneGpuShapes) {
+    const Problem p = problem_of(shape);
     const bool qwen3 = shape.name == std::string_view("qwen3-30b");
     const auto add = [&](const std::string& what, SavePolicy save, Load load, double ms,
                          RowKind kind) {

@@ -85,8 +85,10 @@ Study study_imbalance() {
       pull.comm_workers = comm;
       Plan push = pull;
       push.dispatch = DispatchMode::push;
-      const double gain = simulate(p, pipeline::resolve(p, push), routing, m).ms /
-                              simulate(p, pipeline::resolve(p, pull), routing, m).ms -
+      SimOptions same_rows;  // both ways move every route
+      same_rows.mechanisms.dedupe = false;
+      const double gain = simulate(p, pipeline::resolve(p, push), routing, m, same_rows).ms /
+                              simulate(p, pipeline::resolve(p, pull), routing, m, same_rows).ms -
                           1;
       best = std::max(best, gain);
       s.rows.push_back({fmt::format("zipf {:.1f}, {}", exponent,

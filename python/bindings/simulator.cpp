@@ -79,15 +79,19 @@ void bind_inputs(nb::module_& m) {
   nb::class_<Mechanisms>(m, "Mechanisms", "What the pipeline has no plan option for.")
       .def(
           "__init__",
-          [](Mechanisms* self, bool dedupe, bool fused_activation, bool mxfp8, bool wave_barrier) {
+          [](Mechanisms* self, std::optional<bool> dedupe, bool fused_activation, bool mxfp8,
+             bool wave_barrier) {
             new (self) Mechanisms{.dedupe = dedupe,
                                   .fused_activation = fused_activation,
                                   .mxfp8 = mxfp8,
                                   .wave_barrier = wave_barrier};
           },
-          nb::kw_only(), nb::arg("dedupe") = false, nb::arg("fused_activation") = true,
+          nb::kw_only(), nb::arg("dedupe") = nb::none(), nb::arg("fused_activation") = true,
           nb::arg("mxfp8") = false, nb::arg("wave_barrier") = false)
-      .def_rw("dedupe", &Mechanisms::dedupe, "dispatch moves a token once per (token, rank)")
+      .def_rw("dedupe", &Mechanisms::dedupe,
+              "dispatch moves a token once per (token, rank); None: as the kernels do, over links, "
+              "where the "
+              "plan has a slot for every row")
       .def_rw("fused_activation", &Mechanisms::fused_activation)
       .def_rw("mxfp8", &Mechanisms::mxfp8)
       .def_rw("wave_barrier", &Mechanisms::wave_barrier)

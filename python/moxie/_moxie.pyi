@@ -943,7 +943,7 @@ class RoutingSpec:
 class Mechanisms:
     """What the pipeline has no plan option for."""
 
-    def __init__(self, *, dedupe: bool = False, fused_activation: bool = True, mxfp8: bool = False, wave_barrier: bool = False) -> None: ...
+    def __init__(self, *, dedupe: bool | None = None, fused_activation: bool = True, mxfp8: bool = False, wave_barrier: bool = False) -> None: ...
 
     @property
     def dedupe(self) -> bool:
