@@ -46,6 +46,12 @@ TEST(PlannerRecord, LoadsAndSaysWhereEachNumberIsFrom) {
   EXPECT_NE(text.find("l2_read_gbps"), std::string::npos);
 }
 
+TEST(PlannerRecord, TheMeasuredOneOfTheResultsIsRead) {
+  const DeviceRecord r = find_device(MOXIE_SOURCE_DIR "/bench/results/h200x2-record.json");
+  EXPECT_TRUE(of(r, Field::hbm_gbps).known);
+  EXPECT_FALSE(of(r, Field::fused_tile_cycles).known);  // younger than it
+}
+
 TEST(PlannerRecord, PlansCanBeMadeFromIt) {
   const Machine m = machine(parse_device(record_json(one_gpu(), "h200"), "it"));
   PlanRequest request;

@@ -946,11 +946,13 @@ class Mechanisms:
     def __init__(self, *, dedupe: bool | None = None, fused_activation: bool = True, mxfp8: bool = False, wave_barrier: bool = False) -> None: ...
 
     @property
-    def dedupe(self) -> bool:
-        """dispatch moves a token once per (token, rank)"""
+    def dedupe(self) -> bool | None:
+        """
+        dispatch moves a token once per (token, rank); None: as the kernels do, over links, where the plan has a slot for every row
+        """
 
     @dedupe.setter
-    def dedupe(self, arg: bool, /) -> None: ...
+    def dedupe(self, arg: bool | None, /) -> None: ...
 
     @property
     def fused_activation(self) -> bool: ...

@@ -32,6 +32,26 @@ inline int num_gpus() {
   MOXIE_NEEDS_GPU();           \
   if (::moxie::testing::num_gpus() < 2) GTEST_SKIP() << "one GPU: nothing was tested"
 
+// Numbers of ranks with a GPU each: 2, and 4 and 8 where the machine has as many.
+inline std::vector<int> rank_counts() {
+  std::vector<int> counts{2};
+  for (const int count : {4, 8}) {
+    if (count <= num_gpus()) counts.push_back(count);
+  }
+  return counts;
+}
+
+// Which GPU each rank is on: one each, the other way round, and more ranks than GPUs.
+inline std::vector<std::vector<int>> rank_places() {
+  std::vector<std::vector<int>> places{{1, 0}, {0, 1, 1, 0, 1}};
+  for (const int count : rank_counts()) {
+    places.emplace_back();
+    for (int gpu = 0; gpu < count; ++gpu) places.back().push_back(gpu);
+  }
+  if (num_gpus() > 2) places.push_back({2, 0, 1, 1, 2});
+  return places;
+}
+
 #define MOXIE_CUDA(call) \
   ASSERT_EQ(cudaSuccess, (call)) << #call << ": " << cudaGetErrorString(cudaGetLastError())
 

@@ -167,9 +167,9 @@ TEST(CudaBackward, rows_have_the_same_bits_on_any_number_of_ranks) {
   }
 }
 
-TEST(CudaBackward, two_gpus) {
+TEST(CudaBackward, several_gpus) {
   MOXIE_NEEDS_TWO_GPUS();
-  for (const std::vector<int>& devices : {std::vector{0, 1}, {1, 0}, {0, 1, 1, 0, 1}}) {
+  for (const std::vector<int>& devices : testing::rank_places()) {
     const auto num_ranks = static_cast<std::int64_t>(devices.size());
     std::vector<std::int64_t> tokens(devices.size(), 80);
     tokens[0] = 300;

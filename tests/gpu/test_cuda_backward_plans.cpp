@@ -161,13 +161,16 @@ TEST(CudaBackwardPlans, same_bits_under_random_delays) {
                                 num_passes(300) / 5);
 }
 
-TEST(CudaBackwardPlans, same_bits_under_random_delays_on_two_gpus) {
+TEST(CudaBackwardPlans, same_bits_under_random_delays_on_several_gpus) {
   MOXIE_NEEDS_TWO_GPUS();
-  const LayerCase two = bf16_case(bf16_problem(2, 9, 3, 512, 256), {300, 80}, Routing::zipf);
-  expect_same_bits_under_delays(two, {0, 1}, num_passes(150) / 5);
-  const LayerCase five =
-      bf16_case(bf16_problem(5, 9, 3, 512, 256), {300, 0, 80, 1, 80}, Routing::zipf);
-  expect_same_bits_under_delays(five, {0, 1, 1, 0, 1}, num_passes(100) / 5);
+  for (const std::vector<int>& devices : testing::rank_places()) {
+    std::vector<std::int64_t> tokens(devices.size(), 80);
+    tokens[0] = 300;
+    if (devices.size() > 2) tokens[1] = 0, tokens[2] = 1;
+    const auto num_ranks = static_cast<std::int64_t>(devices.size());
+    const LayerCase c = bf16_case(bf16_problem(num_ranks, 9, 3, 512, 256), tokens, Routing::zipf);
+    expect_same_bits_under_delays(c, devices, num_passes(100) / 5);
+  }
 }
 
 }  // namespace

@@ -300,9 +300,9 @@ TEST(CudaForward, a_late_rank_works_and_a_dead_one_is_reported) {
   EXPECT_TRUE(same_bits(want, on_device.run(world, layer)));
 }
 
-TEST(CudaForward, two_gpus) {
+TEST(CudaForward, several_gpus) {
   MOXIE_NEEDS_TWO_GPUS();
-  for (const std::vector<int>& devices : {std::vector{0, 1}, {1, 0}, {0, 1, 1, 0, 1}}) {
+  for (const std::vector<int>& devices : testing::rank_places()) {
     const auto num_ranks = static_cast<std::int64_t>(devices.size());
     std::vector<std::int64_t> tokens(devices.size(), 80);
     tokens[0] = 300;

@@ -152,12 +152,12 @@ TEST(CudaOptions, errors_are_those_of_pull) {
   EXPECT_TRUE(same_bits(want, on_device.run(world, wide)));
 }
 
-TEST(CudaOptions, two_gpus) {
+TEST(CudaOptions, several_gpus) {
   MOXIE_NEEDS_TWO_GPUS();
   Plan dedicated;
   dedicated.comm_workers = 2;
   dedicated.save = SavePolicy::z_and_x;
-  for (const std::vector<int>& devices : {std::vector{0, 1}, {1, 0, 0, 1, 1}}) {
+  for (const std::vector<int>& devices : testing::rank_places()) {
     const auto num_ranks = static_cast<std::int64_t>(devices.size());
     std::vector<std::int64_t> tokens(devices.size(), 80);
     tokens[0] = 400;

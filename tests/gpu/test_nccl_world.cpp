@@ -59,40 +59,48 @@ TEST(NcclWorld, one_rank) {
 
 TEST(NcclWorld, processes_give_the_bits_of_one_process) {
   MOXIE_NEEDS_TWO_NCCL_RANKS();
-  const LayerCase c(nccl_case(2), test_seed());
-  const PassOutputs want = DeviceCase(c).run_alone();
-  expect_close(c, reference_of(c, false), want, false, false);
-  const auto words = run_ranks("passes", 2, test_seed());
-  for (std::size_t r = 0; r < 2; ++r) expect_bits(words[r], bytes_of(want, r), r);
+  for (const int num_ranks : testing::rank_counts()) {
+    const LayerCase c(nccl_case(num_ranks), test_seed());
+    const PassOutputs want = DeviceCase(c).run_alone();
+    expect_close(c, reference_of(c, false), want, false, false);
+    const auto words = run_ranks("passes", num_ranks, test_seed());
+    for (std::size_t r = 0; r < words.size(); ++r) expect_bits(words[r], bytes_of(want, r), r);
+  }
 }
 
 TEST(NcclWorld, threads_give_the_bits_of_one_process) {
   MOXIE_NEEDS_TWO_NCCL_RANKS();
-  const LayerCase c(nccl_case(2), test_seed());
-  const PassOutputs want = DeviceCase(c).run_alone();
-  const std::string id = nccl_unique_id();
-  std::string words[2];
-  std::vector<std::thread> threads;
-  for (std::int64_t r = 0; r < 2; ++r) {
-    threads.emplace_back([&, r] {
-      try {
-        words[r] = passes({r, 2, id, test_seed()});
-      } catch (const Error& error) {
-        words[r] = error.what();
-      }
-    });
+  for (const int num_ranks : testing::rank_counts()) {
+    const LayerCase c(nccl_case(num_ranks), test_seed());
+    const PassOutputs want = DeviceCase(c).run_alone();
+    const std::string id = nccl_unique_id();
+    std::vector<std::string> words(static_cast<std::size_t>(num_ranks));
+    std::vector<std::thread> threads;
+    for (std::int64_t r = 0; r < num_ranks; ++r) {
+      threads.emplace_back([&, r] {
+        std::string& own = words[static_cast<std::size_t>(r)];
+        try {
+          own = passes({r, num_ranks, id, test_seed()});
+        } catch (const Error& error) {
+          own = error.what();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (std::size_t r = 0; r < words.size(); ++r) expect_bits(words[r], bytes_of(want, r), r);
   }
-  for (std::thread& thread : threads) thread.join();
-  for (std::size_t r = 0; r < 2; ++r) expect_bits(words[r], bytes_of(want, r), r);
 }
 
 TEST(NcclWorld, gradients_are_those_of_one_process) {
   MOXIE_NEEDS_TWO_NCCL_RANKS();
-  const LayerCase c(nccl_case(2), test_seed());
-  const PassOutputs want = BackwardCase(c).run_alone();
-  expect_close(c, reference_of(c), want);
-  const auto words = run_ranks("gradients", 2, test_seed());
-  for (std::size_t r = 0; r < 2; ++r) expect_bits(words[r], bytes_of_pass(want.ranks[r]), r);
+  for (const int num_ranks : testing::rank_counts()) {
+    const LayerCase c(nccl_case(num_ranks), test_seed());
+    const PassOutputs want = BackwardCase(c).run_alone();
+    expect_close(c, reference_of(c), want);
+    const auto words = run_ranks("gradients", num_ranks, test_seed());
+    for (std::size_t r = 0; r < words.size(); ++r)
+      expect_bits(words[r], bytes_of_pass(want.ranks[r]), r);
+  }
 }
 
 TEST(NcclWorld, a_group_inside_a_larger_job) {
