@@ -60,4 +60,11 @@ struct LinkRates {
 // False: they do not, and `rates` is untouched.
 bool measure_link(int device, int peer, LinkRates& rates);
 
+// Each GPU from, or to, all others at once.
+struct AllLinkRates {
+  std::vector<double> pull_gbps, push_gbps;  // [GPU] in, out
+};
+// GPUs 0 to num_gpus - 1, 17 at most. False as above.
+bool measure_all_links(int num_gpus, AllLinkRates& rates);
+
 }  // namespace moxie::bench

@@ -1,4 +1,5 @@
-// Two GPUs: copies by a few CTAs, latencies of loads and flags. Contract: device_gpu.h.
+// Two GPUs, or all of a machine: copies by a few CTAs, latencies of loads and flags. Contract:
+// device_gpu.h.
 //
 // The copy is the one of the design's communication CTAs: one thread keeps bulk copies of 16 KB in
 // flight, from global memory into a ring of shared memory and out of it again; source or
@@ -7,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 
 #include "bench/device_gpu.h"
 #include "moxie/backend_cuda/cuda_memory.h"
@@ -21,7 +23,7 @@ using backend_cuda::DeviceGuard;
 
 constexpr int kStages = 12;              // 12 x 16 KB: what fits beside the barriers
 constexpr std::uint32_t kPiece = 16384;  // bytes
-constexpr int kMostCtas = 16;
+constexpr int kMostCtas = 16, kMostPeers = kMostCtas;
 constexpr std::int64_t kBytesPerCta = std::int64_t{128} << 20;  // 2.7 ms at 50 GB/s
 constexpr int kLoads = 2000, kPings = 2000;
 constexpr std::uint64_t kLimit_ns = 2'000'000'000;
@@ -98,24 +100,27 @@ __global__ void ping_pong_kernel(const std::uint64_t* mine, std::uint64_t* their
   out[0] = cuda::ptx::get_sreg_globaltimer() - begin;
 }
 
-// Streams, events and words of one of the two.
+// Streams, events and words of one GPU. Half of its buffer is copied from, the other half to.
 struct Side {
   explicit Side(int device_in)
       : device(device_in),
         words(device, 8192, "flags"),
-        memory(device, kMostCtas * kBytesPerCta, "a link's buffer") {
+        memory(device, 2 * kMostCtas * kBytesPerCta, "a link's buffer") {
     const DeviceGuard guard(device);
-    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream");
+    for (cudaStream_t& one : streams)
+      check_cuda(cudaStreamCreateWithFlags(&one, cudaStreamNonBlocking), "creating a stream");
     for (cudaEvent_t& event : events) check_cuda(cudaEventCreate(&event), "creating an event");
+    for (cudaEvent_t& event : joins) check_cuda(cudaEventCreate(&event), "creating an event");
     check_cuda(cudaFuncSetAttribute(bulk_copy_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(sizeof(CopyShared))),
                "shared memory of a copy");
-    check_cuda(cudaMemset(memory.get(), 1, kMostCtas * kBytesPerCta), "filling a buffer");
+    check_cuda(cudaMemset(memory.get(), 1, 2 * kMostCtas * kBytesPerCta), "filling a buffer");
     clear();
   }
   ~Side() {
     for (cudaEvent_t event : events) cudaEventDestroy(event);
-    cudaStreamDestroy(stream);
+    for (cudaEvent_t event : joins) cudaEventDestroy(event);
+    for (cudaStream_t one : streams) cudaStreamDestroy(one);
   }
   Side(const Side&) = delete;
   Side& operator=(const Side&) = delete;
@@ -129,16 +134,29 @@ struct Side {
     auto* flags = reinterpret_cast<std::uint32_t*>(word(4));
     return {flags, nullptr, kLimit_ns, 0, 0, flags + 32};
   }
-  void launch_copy(std::byte* to, const std::byte* from, int ctas) const {
+  const std::byte* source() const { return memory.get(); }
+  std::byte* dest(int cta) const { return memory.get() + (kMostCtas + cta) * kBytesPerCta; }
+  struct Copy {
+    std::byte* to;
+    const std::byte* from;
+  };
+  // All at once, each by `ctas` CTAs and on a stream of its own.
+  void launch(const std::vector<Copy>& copies, int ctas) const {
     const DeviceGuard guard(device);
-    check_cuda(cudaEventRecord(events[0], stream), "recording an event");
-    bulk_copy_kernel<<<ctas, 32, sizeof(CopyShared), stream>>>(to, from, kBytesPerCta, limits());
-    check_cuda(cudaGetLastError(), "launching a copy");
-    check_cuda(cudaEventRecord(events[1], stream), "recording an event");
+    check_cuda(cudaEventRecord(events[0], stream()), "recording an event");
+    for (std::size_t i = 0; i < copies.size(); ++i) {
+      check_cuda(cudaStreamWaitEvent(streams[i], events[0]), "waiting for an event");
+      bulk_copy_kernel<<<ctas, 32, sizeof(CopyShared), streams[i]>>>(copies[i].to, copies[i].from,
+                                                                     kBytesPerCta, limits());
+      check_cuda(cudaGetLastError(), "launching a copy");
+      check_cuda(cudaEventRecord(joins[i], streams[i]), "recording an event");
+      check_cuda(cudaStreamWaitEvent(stream(), joins[i]), "waiting for an event");
+    }
+    check_cuda(cudaEventRecord(events[1], stream()), "recording an event");
   }
   double elapsed_ms() const {
     const DeviceGuard guard(device);
-    check_cuda(cudaStreamSynchronize(stream), "waiting for a copy");
+    check_cuda(cudaStreamSynchronize(stream()), "waiting for a copy");
     std::uint32_t gave_up = 0;
     check_cuda(cudaMemcpy(&gave_up, limits().abort_flag, 4, cudaMemcpyDefault), "reading a flag");
     if (gave_up != 0)
@@ -158,8 +176,10 @@ struct Side {
   DeviceBytes
       words;  // 128 bytes apart: [0] flag, [1] times, [2, 3] loaded by the peer, [4, 5] waits
   DeviceBytes memory;
-  cudaStream_t stream = nullptr;
+  cudaStream_t stream() const { return streams[0]; }
+  std::array<cudaStream_t, kMostPeers> streams{};
   std::array<cudaEvent_t, 2> events{};
+  std::array<cudaEvent_t, kMostPeers> joins{};
 };
 
 void enable_peer(int from, int to) {
@@ -171,31 +191,55 @@ void enable_peer(int from, int to) {
     check_cuda(error, "enabling peer access");
 }
 
+// False: some two do not reach each other's memory.
+bool reach_each_other(const std::vector<int>& devices) {
+  for (const int from : devices) {
+    for (const int to : devices) {
+      int can = from == to ? 1 : 0;
+      if (from != to) check_cuda(cudaDeviceCanAccessPeer(&can, from, to), "asking for peer access");
+      if (can == 0) return false;
+    }
+  }
+  for (const int from : devices) {
+    for (const int to : devices) {
+      if (from != to) enable_peer(from, to);
+    }
+  }
+  return true;
+}
+
 // Best of three: a rate is a ceiling.
 double one_way_gbps(const Side& a, const Side& b, bool pull, int ctas) {
   double best = 0;
   for (int i = 0; i < 3; ++i) {
-    pull ? a.launch_copy(a.memory.get(), b.memory.get(), ctas)
-         : a.launch_copy(b.memory.get(), a.memory.get(), ctas);
+    a.launch({pull ? Side::Copy{a.dest(0), b.source()} : Side::Copy{b.dest(0), a.source()}}, ctas);
     best = std::max(best, 1e-6 * static_cast<double>(kBytesPerCta) * ctas / a.elapsed_ms());
   }
   return best;
 }
 
-// Both at once, each with half of its buffer as source and the other half as destination.
-double both_ways_gbps(const Side& a, const Side& b, bool pull) {
-  constexpr int kCtas = kMostCtas / 2;
-  const std::int64_t half = kCtas * kBytesPerCta;
-  double best = 0;
-  for (int i = 0; i < 3; ++i) {
-    for (const Side* side : {&a, &b}) {
-      const Side* peer = side == &a ? &b : &a;
-      const Side* source = pull ? peer : side;
-      const Side* dest = pull ? side : peer;
-      side->launch_copy(dest->memory.get() + half, source->memory.get(), kCtas);
+// Every GPU from, or to, all others at once; [GPU] of the GPU itself, in or out.
+std::vector<double> all_at_once_gbps(const std::vector<const Side*>& sides, bool pull) {
+  const int num_peers = static_cast<int>(sides.size()) - 1,
+            ctas = kMostCtas / std::max(2, num_peers);
+  std::vector<double> best(sides.size(), 0.0);
+  for (int turn = 0; turn < 3; ++turn) {
+    for (int me = 0; me <= num_peers; ++me) {
+      std::vector<Side::Copy> copies;
+      for (int distance = 1; distance <= num_peers; ++distance) {
+        // In that order nobody is everybody's first.
+        const Side& own = *sides[me];
+        const Side& peer = *sides[(me + distance) % (num_peers + 1)];
+        const int slot = (distance - 1) * ctas;
+        copies.push_back(pull ? Side::Copy{own.dest(slot), peer.source()}
+                              : Side::Copy{peer.dest(slot), own.source()});
+      }
+      sides[me]->launch(copies, ctas);
     }
-    const double ms = std::max(a.elapsed_ms(), b.elapsed_ms());
-    best = std::max(best, 1e-6 * static_cast<double>(half) / ms);
+    for (std::size_t i = 0; i < sides.size(); ++i) {
+      const double bytes = static_cast<double>(kBytesPerCta) * ctas * num_peers;
+      best[i] = std::max(best[i], 1e-6 * bytes / sides[i]->elapsed_ms());
+    }
   }
   return best;
 }
@@ -204,11 +248,11 @@ double copy_engine_gbps(const Side& a, const Side& b) {
   const DeviceGuard guard(a.device);
   double best = 0;
   for (int i = 0; i < 3; ++i) {
-    check_cuda(cudaEventRecord(a.events[0], a.stream), "recording an event");
-    check_cuda(cudaMemcpyPeerAsync(b.memory.get(), b.device, a.memory.get(), a.device,
-                                   kMostCtas * kBytesPerCta, a.stream),
+    check_cuda(cudaEventRecord(a.events[0], a.stream()), "recording an event");
+    check_cuda(cudaMemcpyPeerAsync(b.dest(0), b.device, a.source(), a.device,
+                                   kMostCtas * kBytesPerCta, a.stream()),
                "copying to the peer");
-    check_cuda(cudaEventRecord(a.events[1], a.stream), "recording an event");
+    check_cuda(cudaEventRecord(a.events[1], a.stream()), "recording an event");
     best = std::max(best, 1e-6 * static_cast<double>(kMostCtas * kBytesPerCta) / a.elapsed_ms());
   }
   return best;
@@ -217,9 +261,9 @@ double copy_engine_gbps(const Side& a, const Side& b) {
 double remote_load_us(const Side& a, const Side& b) {
   const DeviceGuard guard(a.device);
   for (int i = 0; i < 2; ++i) {
-    remote_load_kernel<<<1, 1, 0, a.stream>>>(b.word(2), kLoads,
-                                              reinterpret_cast<unsigned long long*>(a.word(1)));
-    check_cuda(cudaStreamSynchronize(a.stream), "loading from the peer");
+    remote_load_kernel<<<1, 1, 0, a.stream()>>>(b.word(2), kLoads,
+                                                reinterpret_cast<unsigned long long*>(a.word(1)));
+    check_cuda(cudaStreamSynchronize(a.stream()), "loading from the peer");
   }
   return 1e-3 * a.first_word(1) / kLoads;
 }
@@ -232,14 +276,14 @@ double signal_us(const Side& a, const Side& b) {
   for (const Side* side : {&b, &a}) {
     const DeviceGuard guard(side->device);
     const Side* peer = side == &a ? &b : &a;
-    ping_pong_kernel<<<1, 1, 0, side->stream>>>(
+    ping_pong_kernel<<<1, 1, 0, side->stream()>>>(
         side->word(0), peer->word(0), side == &a, kPings,
         reinterpret_cast<unsigned long long*>(side->word(1)), side->limits());
     check_cuda(cudaGetLastError(), "launching a ping-pong");
   }
   for (const Side* side : {&a, &b}) {
     const DeviceGuard guard(side->device);
-    check_cuda(cudaStreamSynchronize(side->stream), "a ping-pong of flags");
+    check_cuda(cudaStreamSynchronize(side->stream()), "a ping-pong of flags");
   }
   const double ns = a.first_word(1);
   if (ns <= 0) throw Error(ErrorCode::timeout, "a ping-pong of flags between two GPUs gave up");
@@ -249,24 +293,37 @@ double signal_us(const Side& a, const Side& b) {
 }  // namespace
 
 bool measure_link(int device, int peer, LinkRates& rates) {
-  for (const auto& [from, to] : {std::pair{device, peer}, std::pair{peer, device}}) {
-    int can = 0;
-    check_cuda(cudaDeviceCanAccessPeer(&can, from, to), "asking for peer access");
-    if (can == 0) return false;
-  }
-  enable_peer(device, peer);
-  enable_peer(peer, device);
+  if (!reach_each_other({device, peer})) return false;
   const Side a(device), b(peer);
   for (const int ctas : {1, 2, 4, 8, kMostCtas}) {
     rates.ctas.push_back(ctas);
     rates.pull_gbps.push_back(one_way_gbps(a, b, true, ctas));
     rates.push_gbps.push_back(one_way_gbps(a, b, false, ctas));
   }
-  rates.pull_both_gbps = both_ways_gbps(a, b, true);
-  rates.push_both_gbps = both_ways_gbps(a, b, false);
+  const auto slower = [&](bool pull) {
+    const std::vector<double> gbps = all_at_once_gbps({&a, &b}, pull);
+    return std::min(gbps[0], gbps[1]);
+  };
+  rates.pull_both_gbps = slower(true);
+  rates.push_both_gbps = slower(false);
   rates.copy_engine_gbps = copy_engine_gbps(a, b);
   rates.remote_load_us = remote_load_us(a, b);
   rates.signal_us = signal_us(a, b);
+  return true;
+}
+
+bool measure_all_links(int num_gpus, AllLinkRates& rates) {
+  std::vector<int> devices;
+  for (int i = 0; i < std::min(num_gpus, kMostPeers + 1); ++i) devices.push_back(i);
+  if (!reach_each_other(devices)) return false;
+  std::vector<std::unique_ptr<Side>> sides;
+  std::vector<const Side*> all;
+  for (const int device : devices) {
+    sides.push_back(std::make_unique<Side>(device));
+    all.push_back(sides.back().get());
+  }
+  rates.pull_gbps = all_at_once_gbps(all, true);
+  rates.push_gbps = all_at_once_gbps(all, false);
   return true;
 }
 

@@ -132,6 +132,13 @@ class Recorder {
     return true;
   }
 
+  // Of more than two GPUs.
+  void all_links(int num_gpus) {
+    bench::AllLinkRates r;
+    if (!bench::measure_all_links(num_gpus, r)) return;
+    m_.also["all_at_once"] = {{"pull_gbps", r.pull_gbps}, {"push_gbps", r.push_gbps}};
+  }
+
   std::string json() const { return planner::record_json(m_, like_); }
   const planner::OrderedJson& also() const { return m_.also; }
 
@@ -227,6 +234,7 @@ int record_device(const std::string& file) {
   try {
     if (machine.gpus.size() > 1)
       no_link = recorder.link() ? "" : "GPUs 0 and 1 do not reach each other's memory";
+    if (machine.gpus.size() > 2) recorder.all_links(static_cast<int>(machine.gpus.size()));
   } catch (const Error& error) {  // what one GPU showed is still worth a record
     no_link = error.what();
   }

@@ -44,6 +44,7 @@ gpus=$(nvidia-smi -L 2> /dev/null | wc -l)
 [ "$gpus" -gt 0 ] || { echo "no GPU: nothing was timed"; exit 0; }
 scenarios="h200-forward h200-backward h200-rank-backward"
 [ "$gpus" -gt 1 ] && scenarios="h200x2-forward h200x2-backward"
+[ "$gpus" -gt 2 ] && scenarios="$scenarios h200-scaling-forward h200-scaling-backward"
 timeout "${BENCH_SECONDS:-300}" python3 bench/bench_grouped_gemm.py --library "$programs/libbench_grouped_gemm.so" --rounds "$rounds" \
   ${COMMIT:+--commit "$COMMIT"} --json "$out/h200-grouped-gemm.json" || exit 1
 timeout "${BENCH_SECONDS:-300}" python3 bench/bench_grouped_gemm.py --library "$programs/libbench_grouped_gemm.so" --rounds "$rounds" \
