@@ -21,6 +21,7 @@ double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC
 struct Series {
   std::vector<Direction> directions;
   bool symmetric = false;
+  std::int64_t experts_per_rank = 0;  // 0: the model's 384 over all ranks
 };
 using Passes = Series (*)();
 
@@ -49,7 +50,8 @@ void count_growth(benchmark::State& state, Passes series, double seconds, double
 
 void simulate_kimi(benchmark::State& state, Passes passes) {
   const Series series = passes();
-  const Problem p = study_problem("kimi-k2.5", state.range(0), 8192);
+  Problem p = study_problem("kimi-k2.5", state.range(0), 8192);
+  if (series.experts_per_rank > 0) p.num_experts = series.experts_per_rank * p.num_ranks;
   const Plan plan = pipeline::resolve(p, {});
   const Machine m = machine(find_device("gb300"));
   const RoutingCounts routing =
@@ -76,8 +78,11 @@ void simulate_kimi(benchmark::State& state, Passes passes) {
   state.counters["simulated_ms"] = ms;
 }
 Series all_ranks() { return {{Direction::forward, Direction::backward}}; }
-// One kind of task per so many of another, whatever the number of ranks; a backward pass has the
-// fewer tiles of weight gradients the fewer experts a rank has.
+// The same kinds of task in the same proportion, whatever the number of ranks. Of the whole model a
+// backward pass has the fewer tiles of weight gradients the fewer experts a rank has.
+Series slices() { return {{Direction::forward, Direction::backward}, false, 6}; }
+Series forward_slices() { return {{Direction::forward}, false, 6}; }
+Series backward_slices() { return {{Direction::backward}, false, 6}; }
 Series forward_only() { return {{Direction::forward}}; }
 Series backward_only() { return {{Direction::backward}}; }
 Series one_of_equal() { return {{Direction::forward, Direction::backward}, true}; }
@@ -86,6 +91,9 @@ void growing(benchmark::internal::Benchmark* b) {
   b->MinTime(2)->Unit(benchmark::kMillisecond);
 }
 BENCHMARK_CAPTURE(simulate_kimi, all_ranks, all_ranks)->Apply(growing);
+BENCHMARK_CAPTURE(simulate_kimi, slices, slices)->Apply(growing);
+BENCHMARK_CAPTURE(simulate_kimi, forward_slices, forward_slices)->Apply(growing);
+BENCHMARK_CAPTURE(simulate_kimi, backward_slices, backward_slices)->Apply(growing);
 BENCHMARK_CAPTURE(simulate_kimi, forward, forward_only)->Apply(growing);
 BENCHMARK_CAPTURE(simulate_kimi, backward, backward_only)->Apply(growing);
 BENCHMARK_CAPTURE(simulate_kimi, one_of_equal, one_of_equal)

@@ -96,6 +96,11 @@ class EventQueue {
       beyond_.push({time, order_++, rank, id});
     }
   }
+  // The id of one of the events that are due next; 0 where none is known.
+  std::uint32_t soon() const {
+    constexpr std::size_t kAhead = 2;
+    return next_ + kAhead < due_.size() ? due_[next_ + kAhead].id : 0;
+  }
   QueuedEvent pop() {
     while (next_ == due_.size() && present_.empty()) advance();
     --size_;

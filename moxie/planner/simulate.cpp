@@ -179,6 +179,7 @@ SimResult Simulation::run() {
   }
   SimResult result;
   while (!queue_.empty()) {
+    __builtin_prefetch(workers_.data() + queue_.soon());
     const QueuedEvent event = queue_.pop();
     now_ = event.time;
     ++result.num_events;
