@@ -115,8 +115,8 @@ std::vector<Scenario> possible_variants(const Scenario& scenario, std::size_t nu
     const int last =
         ranks.devices.empty() ? 0 : *std::max_element(ranks.devices.begin(), ranks.devices.end());
     if (static_cast<std::size_t>(last) < num_gpus) return false;
-    notes.push_back(fmt::format("{} ranks on GPUs up to {} were not measured: there are {} GPUs",
-                                ranks.num_ranks, last, num_gpus));
+    notes.push_back(fmt::format("{} ranks were not measured: GPU {} is theirs, GPU {} the last one",
+                                ranks.num_ranks, last, static_cast<std::int64_t>(num_gpus) - 1));
     return true;
   });
   if (possible.rank_sets.empty()) throw Failure(notes.back());

@@ -132,11 +132,12 @@ class Recorder {
     return true;
   }
 
-  // Of more than two GPUs.
-  void all_links(int num_gpus) {
+  // Of more than two GPUs. False: some do not reach each other.
+  bool all_links(int num_gpus) {
     bench::AllLinkRates r;
-    if (!bench::measure_all_links(num_gpus, r)) return;
+    if (!bench::measure_all_links(num_gpus, r)) return false;
     m_.also["all_at_once"] = {{"pull_gbps", r.pull_gbps}, {"push_gbps", r.push_gbps}};
+    return true;
   }
 
   std::string json() const { return planner::record_json(m_, like_); }
@@ -234,7 +235,9 @@ int record_device(const std::string& file) {
   try {
     if (machine.gpus.size() > 1)
       no_link = recorder.link() ? "" : "GPUs 0 and 1 do not reach each other's memory";
-    if (machine.gpus.size() > 2) recorder.all_links(static_cast<int>(machine.gpus.size()));
+    const auto num_gpus = static_cast<int>(machine.gpus.size());
+    if (num_gpus > 2 && !recorder.all_links(num_gpus))
+      no_link = "some GPUs do not reach each other's memory: all at once";
   } catch (const Error& error) {  // what one GPU showed is still worth a record
     no_link = error.what();
   }

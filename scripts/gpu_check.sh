@@ -10,7 +10,8 @@
 #   moxie_gpu_tests              all of tests/gpu
 #   libbench_grouped_gemm.so     for bench/bench_grouped_gemm.py
 # After a change: remove the folder. Every program runs under a time limit: a kernel that hangs must not hold the machine.
-# Environment: COMMIT (what result files call these sources where there is no git), ROUNDS, TEST_SECONDS, BENCH_SECONDS, JOBS
+# Environment: COMMIT (what result files call these sources where there is no git), ROUNDS, TEST_SECONDS, BENCH_SECONDS, SCALING_SECONDS (of each scaling scenario:
+# some seventy rows), JOBS
 set -u
 cd "$(dirname "$0")/.."
 programs=${1:-build-gpu}
@@ -50,6 +51,7 @@ timeout "${BENCH_SECONDS:-300}" python3 bench/bench_grouped_gemm.py --library "$
 timeout "${BENCH_SECONDS:-300}" python3 bench/bench_grouped_gemm.py --library "$programs/libbench_grouped_gemm.so" --rounds "$rounds" \
   --products wgrad-down wgrad-gate wgrad-gate-add wgrads dx dgrad ${COMMIT:+--commit "$COMMIT"} --json "$out/h200-backward-gemm.json" || exit 1
 for scenario in $scenarios; do
-  timeout "${BENCH_SECONDS:-300}" "$programs/moxie" bench layer --scenario "bench/scenarios/$scenario.json" --rounds "$rounds" \
+  case $scenario in *scaling*) limit=${SCALING_SECONDS:-1800} ;; *) limit=${BENCH_SECONDS:-300} ;; esac
+  timeout "$limit" "$programs/moxie" bench layer --scenario "bench/scenarios/$scenario.json" --rounds "$rounds" \
     ${COMMIT:+--commit "$COMMIT"} --json "$out/$scenario.json" || exit 1
 done

@@ -105,6 +105,29 @@ TEST(PlannerRows, UnknownStudyNamesTheNearest) {
   EXPECT_EQ(study_names().size(), 11u);
 }
 
+// Unless a study says otherwise, a token crosses a link once per rank where the plan has a slot for
+// every row, as in the kernels: with a smaller ring, or pushed, every route crosses.
+TEST(PlannerRows, TokensCrossLinksAsInTheKernels) {
+  const Machine m = machine(find_device("h200"));
+  const Problem p = study_problem("qwen3-30b-a3b", 4, 2048);
+  const RoutingCounts routing = make_routing(p, {2048, 2048, 2048, 2048});
+  const auto sent = [&](Plan plan, std::optional<bool> dedupe, Workers workers = Workers::gpu) {
+    SimOptions o;
+    o.workers = workers;
+    o.mechanisms.dedupe = dedupe;
+    return simulate(p, pipeline::resolve(p, plan), routing, m, o).link.sent_bytes;
+  };
+  Plan whole, small, push;
+  whole.save = small.save = push.save = SavePolicy::none;
+  small.x_ring_blocks = 48;
+  push.dispatch = DispatchMode::push;
+  EXPECT_LT(sent(whole, {}), 0.9 * sent(whole, false));
+  EXPECT_NEAR(sent(whole, {}) / sent(whole, true), 1, 1e-6);  // own rows cross no link
+  EXPECT_EQ(sent(small, {}), sent(small, false));
+  EXPECT_EQ(sent(push, {}), sent(push, false));
+  EXPECT_EQ(sent(whole, {}, Workers::as_plan), sent(whole, false, Workers::as_plan));  // the twin
+}
+
 // More ranks: the simulated rank stands for all of them up to the noise of routing.
 TEST(PlannerRows, OneOfEqualRanksStandsForAll) {
   const Machine m = machine(find_device("gb300"));

@@ -106,15 +106,15 @@ double estimate_ms(const Problem& p, const Plan& plan, const RankLoad& busiest, 
   const double gemm = b.gemm_ms * pad * overhead * m[Field::num_sms] / ctas;
   const double dispatched =
       busiest.rows * row * (backward ? (x_pulled_again(plan, o.direction) ? 2 : 1) : 1);
-  // Weights are read again for each band of an expert's blocks. In split mode rows do not move
-  // beside the products.
+  // Weights are read again for each band of an expert's blocks. In split mode what rows move is
+  // not beside the products.
   const double bands =
       backward ? 1 : busiest.blocks / std::max(1.0, busiest.experts * plan.band_blocks);
   const double weights =
       3 * row * static_cast<double>(p.intermediate) * busiest.experts * std::max(0.0, bands - 1);
-  const double moved = plan.mode == ExecMode::split ? dispatched + 2 * busiest.rows * row : 0;
+  const double apart = plan.mode == ExecMode::split ? dispatched + 2 * busiest.rows * row : 0;
   const double tflop = gemm * ctas * m[Field::bf16_flops_per_sm_clock] * m.clock_mhz * 1e-9;
-  const double excess_gb = b.memory_ms * m[Field::hbm_gbps] * 1e-3 + (weights - moved) * 1e-9 -
+  const double excess_gb = b.memory_ms * m[Field::hbm_gbps] * 1e-3 + (weights - apart) * 1e-9 -
                            kProductsGbPerTflop * tflop;
   const double power = std::max(m[Field::moved_ms_per_gb] * excess_gb,
                                 (m.clock_mhz / m[Field::clock_peak_mhz] - 1) * gemm);

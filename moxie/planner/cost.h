@@ -17,8 +17,8 @@ struct TileCost {
   double bytes = 0;   // of the rank's memory
 };
 
-// Memory traffic of products alone, at a device's clock_burst_mhz: FC1, SwiGLU and FC2 of the
-// kimi-k2.5 slice, 8.6 GB beside 11.15 M cycles of 132 SMs.
+// Memory traffic of products alone, at a device's clock_burst_mhz: what this model counts for FC1,
+// SwiGLU and FC2 of the kimi-k2.5 slice, 8.6 GB beside 11.15 M cycles of 132 SMs.
 inline constexpr double kProductsGbPerTflop = 1.42;
 
 struct CostModel {

@@ -76,7 +76,7 @@ Simulation::RowsMoved Simulation::rows_moved(const RankState& dest, RankId sourc
   }
   if (options_.mechanisms.dedupe) return own ? RowsMoved{0, fresh} : RowsMoved{fresh, 0};
   if (own) fresh = 0;
-  return {fresh, gathers() ? 0 : rows - fresh};
+  return {fresh, gathers_ ? 0 : rows - fresh};
 }
 
 // Pulls rows into ring slots, in block order.

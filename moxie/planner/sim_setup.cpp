@@ -24,6 +24,8 @@ Simulation::Simulation(const Problem& problem, const Plan& plan, const RoutingCo
       pull_(pull_wire(machine)),
       push_(push_wire(machine)),
       row_bytes_(static_cast<double>(problem.hidden * size_bytes(problem.dtype))),
+      dedupes_(dedupes()),
+      gathers_(gathers()),
       memory_ps_(1e3 / machine[Field::hbm_gbps]),
       link_ps_(1e3 / machine[Field::link_raw_gbps]),
       network_ps_(1e3 / machine[Field::network_gbps]),
@@ -135,7 +137,7 @@ void Simulation::build_sources(RankState& r) {
       r.source_of.push_back(static_cast<std::int32_t>(r.sources.size()));
     }
   }
-  if (!dedupes()) return;
+  if (!dedupes_) return;
   for (std::int64_t source = 0; source < R; ++source) {
     for (std::int64_t e = 0; e < t.num_experts; ++e)
       r.fresh.push_back(static_cast<float>(fresh_share(problem_, routing_, source, r.me.v, e)));

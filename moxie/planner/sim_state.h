@@ -348,7 +348,7 @@ class Simulation {
     double from_peer = 0, within = 0;  // within: from one place of the rank's memory to another
   };
   RowsMoved rows_moved(const RankState& dest, RankId source, BlockId b, double rows) const;
-  bool dedupes() const;
+  bool dedupes() const;  // as the constructor keeps it
   bool gathers() const;
   bool z_saved(const RankState& r, BlockId b) const;
   pipeline::Range slab_columns(std::int64_t slab) const;
@@ -361,6 +361,7 @@ class Simulation {
   const CostModel cost_;
   const WireBytes pull_, push_;
   const double row_bytes_;
+  const bool dedupes_, gathers_;
   const double memory_ps_, link_ps_, network_ps_;  // per byte
   std::vector<std::int32_t> domain_of_;            // [R]
   mutable Pool pool_;                              // outlives what lies in it

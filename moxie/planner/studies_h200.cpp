@@ -11,28 +11,31 @@ namespace {
 
 struct Shape {
   const char* name;
-  std::int64_t hidden, intermediate, experts_per_rank, top_k, tokens;
+  std::int64_t hidden, intermediate, experts, top_k, tokens;  // tokens of a rank
+
+  Problem problem(std::int64_t num_ranks) const {
+    Problem p;
+    p.num_ranks = num_ranks;
+    p.max_tokens = tokens;
+    p.hidden = hidden;
+    p.intermediate = intermediate;
+    p.num_experts = experts;
+    p.top_k = top_k;
+    return p;
+  }
+};
+
+struct TwoGpuShape : Shape {
   double burst_ms, sustained_ms, nccl_torch_ms;
 };
 // bench/results/h200x2-forward.json: medians of "moxie burst" and "moxie sustained".
-constexpr Shape kShapes[] = {
-    {"kimi-k2.5 slice", 7168, 2048, 6, 8, 8192, 8.091, 9.366, 18.56},
-    {"deepseek-v3 slice", 7168, 2048, 8, 8, 8192, 8.112, 9.377, 18.40},
-    {"qwen3-30b", 2048, 768, 64, 8, 16384, 2.198, 2.499, 8.61},
-    {"mixtral-8x7b", 4096, 14336, 4, 2, 8192, 7.895, 9.226, 11.06},
-    {"gpt-oss-120b", 2880, 2880, 64, 4, 16384, 5.181, 5.974, 10.59},
+constexpr TwoGpuShape kShapes[] = {
+    {{"kimi-k2.5 slice", 7168, 2048, 12, 8, 8192}, 8.091, 9.366, 18.56},
+    {{"deepseek-v3 slice", 7168, 2048, 16, 8, 8192}, 8.112, 9.377, 18.40},
+    {{"qwen3-30b", 2048, 768, 128, 8, 16384}, 2.198, 2.499, 8.61},
+    {{"mixtral-8x7b", 4096, 14336, 8, 2, 8192}, 7.895, 9.226, 11.06},
+    {{"gpt-oss-120b", 2880, 2880, 128, 4, 16384}, 5.181, 5.974, 10.59},
 };
-
-Problem problem_of(const Shape& shape) {
-  Problem p;
-  p.num_ranks = 2;
-  p.max_tokens = shape.tokens;
-  p.hidden = shape.hidden;
-  p.intermediate = shape.intermediate;
-  p.num_experts = 2 * shape.experts_per_rank;
-  p.top_k = shape.top_k;
-  return p;
-}
 
 }  // namespace
 
@@ -54,16 +57,16 @@ Study study_h200() {
   plan.save = SavePolicy::none;
   for (const Load load : {Load::burst, Load::sustained}) {
     const Machine m = machine(find_device("h200"), load);
-    for (const Shape& shape : kShapes) {
+    for (const TwoGpuShape& shape : kShapes) {
       s.rows.push_back({fmt::format("Moxie forward, {}, {}", shape.name, name(load)),
                         load == Load::burst ? shape.burst_ms : shape.sustained_ms,
-                        forward_ms(problem_of(shape), plan, m, {}, false), "ms",
-                        RowKind::prediction, ""});
+                        forward_ms(shape.problem(2), plan, m, {}, false), "ms", RowKind::prediction,
+                        ""});
     }
   }
   const Machine sustained = machine(find_device("h200"), Load::sustained);
-  for (const Shape& shape : kShapes) {
-    const Problem p = problem_of(shape);
+  for (const TwoGpuShape& shape : kShapes) {
+    const Problem p = shape.problem(2);
     const bool kimi = &shape == kShapes;
     s.rows.push_back(
         {fmt::format("NCCL + torch forward, {}", shape.name), shape.nccl_torch_ms,
@@ -76,7 +79,7 @@ Study study_h200() {
     dedicated.comm_workers = ctas;
     const bool calibrated = ctas == 4 && shape.intermediate == 768;
     s.rows.push_back({fmt::format("{} with {} dispatch CTAs", shape.name, ctas), measured,
-                      forward_ms(problem_of(shape), dedicated, m, {.dedupe = false}, false), "ms",
+                      forward_ms(shape.problem(2), dedicated, m, {.dedupe = false}, false), "ms",
                       calibrated ? RowKind::calibrated : RowKind::prediction,
                       "feasibility kernel, schedule outside of it"});
   };
@@ -91,31 +94,19 @@ Study study_h200() {
 namespace {
 
 // One GPU with the rows of each of two ranks and the experts of both: no link.
-struct OneGpuShape {
-  const char* name;
-  std::int64_t hidden, intermediate, experts, top_k, tokens;
+struct OneGpuShape : Shape {
   // bench/results/h200-forward.json: medians of "moxie burst" and "moxie sustained"
   double forward_burst_ms, forward_sustained_ms;
   // bench/results/h200-backward.json: the same, "moxie save_none burst", "moxie save_z_and_x burst"
   double burst_ms, sustained_ms, save_none_ms, save_z_and_x_ms;
 };
 constexpr OneGpuShape kOneGpuShapes[] = {
-    {"kimi-k2.5", 7168, 2048, 12, 8, 8192, 7.642, 8.860, 15.327, 17.976, 20.659, 15.360},
-    {"deepseek-v3", 7168, 2048, 16, 8, 8192, 7.641, 8.886, 15.351, 18.114, 20.993, 15.623},
-    {"qwen3-30b", 2048, 768, 128, 8, 16384, 2.081, 2.352, 4.326, 5.035, 6.111, 4.192},
-    {"mixtral-8x7b", 4096, 14336, 8, 2, 8192, 7.580, 8.953, 15.963, 18.287, 21.081, 15.725},
-    {"gpt-oss-120b", 2880, 2880, 128, 4, 16384, 5.317, 6.080, 11.940, 13.921, 16.218, 11.989},
+    {{"kimi-k2.5", 7168, 2048, 12, 8, 8192}, 7.642, 8.860, 15.327, 17.976, 20.659, 15.360},
+    {{"deepseek-v3", 7168, 2048, 16, 8, 8192}, 7.641, 8.886, 15.351, 18.114, 20.993, 15.623},
+    {{"qwen3-30b", 2048, 768, 128, 8, 16384}, 2.081, 2.352, 4.326, 5.035, 6.111, 4.192},
+    {{"mixtral-8x7b", 4096, 14336, 8, 2, 8192}, 7.580, 8.953, 15.963, 18.287, 21.081, 15.725},
+    {{"gpt-oss-120b", 2880, 2880, 128, 4, 16384}, 5.317, 6.080, 11.940, 13.921, 16.218, 11.989},
 };
-
-Problem problem_of(const OneGpuShape& shape) {
-  Problem p;
-  p.max_tokens = shape.tokens;
-  p.hidden = shape.hidden;
-  p.intermediate = shape.intermediate;
-  p.num_experts = shape.experts;
-  p.top_k = shape.top_k;
-  return p;
-}
 
 }  // namespace
 
@@ -135,7 +126,7 @@ Study study_h200_forward() {
       const bool calibrated = burst && name != "kimi-k2.5" && name != "mixtral-8x7b";
       s.rows.push_back({fmt::format("forward, {}, {}", name, planner::name(load)),
                         burst ? shape.forward_burst_ms : shape.forward_sustained_ms,
-                        forward_ms(problem_of(shape), plan, machine(find_device("h200"), load)),
+                        forward_ms(shape.problem(1), plan, machine(find_device("h200"), load)),
                         "ms", calibrated ? RowKind::calibrated : RowKind::prediction, ""});
     }
   }
@@ -150,7 +141,7 @@ Study study_h200_backward() {
            "(6.23 ms)"},
           {}};
   for (const OneGpuShape& shape : kOneGpuShapes) {
-    const Problem p = problem_of(shape);
+    const Problem p = shape.problem(1);
     const bool qwen3 = shape.name == std::string_view("qwen3-30b");
     const auto add = [&](const std::string& what, SavePolicy save, Load load, double ms,
                          RowKind kind) {
